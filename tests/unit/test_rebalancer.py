@@ -19,7 +19,7 @@ from kaitian_mpi.balance.stragglers import COMMUNICATION, COMPUTE, DATA, Straggl
 SEEN = np.array([True])
 
 
-def test_each_of_many_monitors_follows_the_median_of_its_own_rank():
+def test_a_monitor_follows_the_median_of_its_rank():
     monitors = SpeedMonitors(1)
     assert np.isinf(monitors.log_errors)
     for ratio in (1.0, 1.02, 5.0, 0.98, 1.01, 0.99):  # one slow step is no change
@@ -29,8 +29,12 @@ def test_each_of_many_monitors_follows_the_median_of_its_own_rank():
         monitors.observe(np.array([3.0]), SEEN)
     assert np.exp(monitors.log_factors) == pytest.approx(3.0, rel=0.01)
     assert monitors.steps == 3  # it has begun again at the change
+
+
+def test_many_monitors_are_as_one_for_each_rank():
     generator = random.Random(0)
-    together, alone = SpeedMonitors(5), [SpeedMonitors(1) for _ in range(5)]
+    together = SpeedMonitors(5)
+    alone = [SpeedMonitors(1) for _ in range(5)]
     for step in range(80):
         ratios = np.array([generator.uniform(0.9, 1.1) for _ in range(5)])
         ratios[3] *= 3.0 if step >= 40 else 1.0
@@ -40,7 +44,8 @@ def test_each_of_many_monitors_follows_the_median_of_its_own_rank():
             if seen[rank]:
                 monitor.observe(ratios[rank : rank + 1], SEEN)
         for name in ("steps", "log_factors", "log_errors"):
-            assert [*getattr(together, name)] == [getattr(each, name)[0] for each in alone]
+            expected = [getattr(monitor, name)[0] for monitor in alone]
+            assert list(getattr(together, name)) == expected
     assert math.exp(together.log_factors[3]) == pytest.approx(3.0, rel=0.1)
 
 
@@ -52,24 +57,25 @@ class Job:
         self.batch = 64 * len(speeds)
         self.noise = noise
         self.true = [RankCost(0.02, 0.01 * speed) for speed in speeds]
-        off = [self.random.uniform(1 - measured_off, 1 + measured_off) for _ in speeds]
-        costs = [m.times(f) for m, f in zip(self.true, off, strict=True)]
+        errors = [self.random.uniform(1 - measured_off, 1 + measured_off) for _ in speeds]
+        costs = [cost.times(error) for cost, error in zip(self.true, errors, strict=True)]
         self.shares = plan_fastest(costs, self.batch)
         self.rebalancer = Rebalancer(costs, self.shares)
         self.plans = []
         self.efficiency = []
 
     def run(self, steps, factors):
-        """A rank is factors(step)[rank] times slower; what a step tells is known a step later."""
-        told, best_sec = None, {}
+        """A rank is factors(step)[rank] times slower; a step's times are reported a step later."""
+        rows = None
+        best_sec = {}
         for step in range(steps):
             slow = tuple(factors(step))
-            now = [m.times(f) for m, f in zip(self.true, slow, strict=True)]
+            costs = [cost.times(factor) for cost, factor in zip(self.true, slow, strict=True)]
             if slow not in best_sec:
-                best_sec[slow] = seconds(now, plan_fastest(now, self.batch))
-            self.efficiency.append(best_sec[slow] / seconds(now, self.shares))
-            plan = self.rebalancer.observe(rank_steps(*told)) if told else None
-            told = noisy_rows(self.random, now, self.shares, [self.noise] * len(now), 0.005)
+                best_sec[slow] = seconds(costs, plan_fastest(costs, self.batch))
+            self.efficiency.append(best_sec[slow] / seconds(costs, self.shares))
+            plan = self.rebalancer.observe(rank_steps(*rows)) if rows else None
+            rows = noisy_rows(self.random, costs, self.shares, [self.noise] * len(costs), 0.005)
             if plan is not None:
                 assert sum(plan.batch_sizes) == self.batch
                 assert min(plan.batch_sizes) >= 1
@@ -77,17 +83,21 @@ class Job:
                 self.shares = plan.batch_sizes
 
 
-def seconds(models, shares):
-    return max(m.seconds(b) for m, b in zip(models, shares, strict=True))
+def seconds(costs, shares):
+    return max(cost.seconds(samples) for cost, samples in zip(costs, shares, strict=True))
 
 
-def noisy_rows(chance, costs, shares, noises, communication):
+def noisy_rows(chance, costs, shares, noises, communication_sec):
     """Return a step's rows for `rank_steps`."""
-    work = [
-        cost.seconds(b) * chance.uniform(1 - noise, 1 + noise)
-        for cost, b, noise in zip(costs, shares, noises, strict=True)
+    work_sec = [
+        cost.seconds(samples) * chance.uniform(1 - noise, 1 + noise)
+        for cost, samples, noise in zip(costs, shares, noises, strict=True)
     ]
-    return [(1, b, w, max(work) - w + communication) for b, w in zip(shares, work, strict=True)]
+    longest_sec = max(work_sec)
+    return [
+        (1, samples, sec, longest_sec - sec + communication_sec)
+        for samples, sec in zip(shares, work_sec, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("speeds", [[1, 3], [1, 1, 3, 3], [1, 1, 1, 1, 2, 2, 3, 3]])
@@ -96,8 +106,8 @@ def test_ten_percent_noise_does_not_cause_oscillation(speeds):
         job = Job(speeds, noise=0.1, seed=seed)
         job.run(500, lambda _: [1.0] * len(speeds))
         assert len(job.plans) <= 4
-        for (_, one), (_, other) in itertools.pairwise(job.plans):
-            assert one.batch_sizes != other.batch_sizes
+        for (_, plan), (_, next_plan) in itertools.pairwise(job.plans):
+            assert plan.batch_sizes != next_plan.batch_sizes
         assert sum(job.efficiency[20:]) / 480 > 0.94
 
 
@@ -115,32 +125,40 @@ def test_slowdown_and_recovery_of_a_rank_need_few_plans_and_steps(seed):
     assert "x as long as planned" in first.reason
 
 
-def test_plans_from_constant_times_at_most_double_a_batch_computed_at_once():
-    for rows, min_batch, batch_sizes, factors, gain in (
+@pytest.mark.parametrize(
+    ("rows", "min_batch", "batch_sizes", "factors", "gain"),
+    [
         # A wrong benchmark is corrected.
-        ([(1, 32, 0.32, 0.64), (1, 32, 0.96, 0.0)], 1, [48, 16], [1.0, 3.0], 1.0),
+        ([(1, 32, 0.32, 0.64), (1, 32, 0.96, 0.0)], 1, [[48, 16]], [1.0, 3.0], 1.0),
         # New plans respect the minimum batch.
-        ([(1, 32, 0.32, 32.0), (1, 32, 32.0, 0.0)], 2, [62, 2], [1.0, 100.0], 15),
+        ([(1, 32, 0.32, 32.0), (1, 32, 32.0, 0.0)], 2, [[62, 2]], [1.0, 100.0], 15),
         # Communication dominates.
-        ([(1, 32, 0.32, 10.0), (1, 32, 0.48, 9.84)], 1, None, [1.0, 1.5], None),
+        ([(1, 32, 0.32, 10.0), (1, 32, 0.48, 9.84)], 1, [], [1.0, 1.5], None),
         # Steps with shares other than the plan's are ignored.
-        ([(1, 8, 0.08, 0), (1, 8, 0.8, 0)], 1, None, [1.0, 1.0], None),
+        ([(1, 8, 0.08, 0), (1, 8, 0.8, 0)], 1, [], [1.0, 1.0], None),
         # A device without a completed step is ignored.
-        ([(0, 32, 0.0, 0.0), (1, 32, 0.32, 0)], 1, None, [1.0, 1.0], None),
-    ):
-        rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32], min_batch)
-        found = [rebalancer.observe(rank_steps(*rows)) for _ in range(40)]
-        plans = [plan for plan in found if plan is not None]
-        assert [plan.batch_sizes for plan in plans] == [batch_sizes] * (batch_sizes is not None)
-        assert rebalancer.factors == pytest.approx(factors)
-        for plan in plans:
-            assert plan.factors == pytest.approx(factors)
-            assert plan.gain == pytest.approx(gain)
+        ([(0, 32, 0.0, 0.0), (1, 32, 0.32, 0)], 1, [], [1.0, 1.0], None),
+    ],
+)
+def test_plans_from_constant_times(rows, min_batch, batch_sizes, factors, gain):
+    rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [32, 32], min_batch)
+    observed = [rebalancer.observe(rank_steps(*rows)) for _ in range(40)]
+    plans = [plan for plan in observed if plan is not None]
+    assert [plan.batch_sizes for plan in plans] == batch_sizes
+    assert rebalancer.factors == pytest.approx(factors)
+    for plan in plans:
+        assert plan.factors == pytest.approx(factors)
+        assert plan.gain == pytest.approx(gain)
+
+
+def test_a_plan_at_most_doubles_a_batch_that_is_computed_at_once():
     rebalancer = Rebalancer([RankCost(0.0, 0.01)] * 2, [8, 56])
-    largest, sizes = 8, []
+    largest = 8
+    sizes = []
     for _ in range(60):
         pairs = zip(rebalancer.batch_sizes, (0.001, 0.01), strict=True)
-        plan = rebalancer.observe(rank_steps(*((1, b, b * speed, 0.0) for b, speed in pairs)), 2)
+        rows = [(1, samples, samples * sample_sec, 0.0) for samples, sample_sec in pairs]
+        plan = rebalancer.observe(rank_steps(*rows), 2)
         if plan is not None:
             assert sum(plan.batch_sizes) == 64
             assert plan.batch_sizes[0] <= 2 * largest
@@ -154,7 +172,8 @@ def test_a_wrong_alpha_does_not_move_samples_back_and_forth(ranks):
     chance = random.Random(ranks)
     # As measured on cores that are shared by many ranks: the samples hardly matter.
     measured = [RankCost(chance.uniform(0.05, 0.15), 0.0045) for _ in range(ranks)]
-    cost, plans = RankCost(0.003, 0.0125), 0
+    cost = RankCost(0.003, 0.0125)
+    plans = 0
     rebalancer = Rebalancer(measured, plan_fastest(measured, 8 * ranks))
     for _ in range(100):
         rows = noisy_rows(chance, [cost] * ranks, rebalancer.batch_sizes, [0.03] * ranks, 0.001)
@@ -209,71 +228,78 @@ def test_a_random_job_is_followed_to_its_end(seed):
     run(seed)
 
 
-def watch(steps, told, ranks=3, costs=()):
-    """Feed steps 1, 2, … and return the events as (step, rank, kind, begins)."""
-    watch = StragglerDetector(ranks, costs)
-    seen = []
+def watch(steps, report, ranks=3, costs=()):
+    """Observe steps 1, 2, … as `report` returns them; return changes as (rank, kind, begins)."""
+    detector = StragglerDetector(ranks, costs)
+    changes = []
     for step in range(1, steps + 1):
-        rows, data = told(step)
-        for change in watch.observe(step, rank_steps(*rows), np.array(data)):
-            seen.append((step, change.rank, change.kind, change.until_step is None))
-    return watch, seen
+        rows, data_sec = report(step)
+        for change in detector.observe(step, rank_steps(*rows), np.array(data_sec)):
+            changes.append((change.rank, change.kind, change.until_step is None))
+    return detector, changes
 
 
 def even(work=0.3, wait=0.01):
     return [(1, 32, work, wait) for _ in range(3)]
 
 
-def test_a_rank_that_slows_down_or_recovers_is_reported_and_not_a_smaller_share():
-    watched, seen = watch(50, lambda _: (even(), [0.0] * 3))
-    assert (seen, watched.periods) == ([], [])
+def test_equally_fast_ranks_are_not_reported():
+    detector, changes = watch(50, lambda _: (even(), [0.0] * 3))
+    assert changes == []
+    assert detector.periods == []
 
-    def told(step):
-        slow = 3.0 if 30 <= step < 60 else 1.0
-        steps = even()
-        steps[1] = (1, 32, 0.3 * slow, 0.01)
+
+def test_a_rank_that_slows_down_or_recovers_is_reported():
+    def report(step):
+        factor = 3.0 if 30 <= step < 60 else 1.0
+        rows = even()
+        rows[1] = (1, 32, 0.3 * factor, 0.01)
         for rank in (0, 2):
-            steps[rank] = (1, 32, 0.3, 0.01 + 0.3 * (slow - 1))
-        return steps, [0.0] * 3
+            rows[rank] = (1, 32, 0.3, 0.01 + 0.3 * (factor - 1))
+        return rows, [0.0] * 3
 
-    watched, seen = watch(100, told)
-    assert [each[1:] for each in seen] == [(1, COMPUTE, True), (1, COMPUTE, False)]
-    (slow,) = watched.periods
+    detector, changes = watch(100, report)
+    assert changes == [(1, COMPUTE, True), (1, COMPUTE, False)]
+    (slow,) = detector.periods
     assert abs(slow.since_step - 30) <= 2
     assert 60 <= slow.until_step <= 70
     assert 2.7 < slow.amount < 3.3
     assert "as long" in slow.text
+
+
+def test_smaller_shares_are_not_reported_as_slow():
     cost = RankCost(0.2, 0.01)
 
-    def told(step):
+    def report(step):
         samples = 64 if step < 30 else 16
         return [(1, samples, cost.seconds(samples), 0.01)] * 2, [0.0] * 2
 
-    watched, _ = watch(80, told, ranks=2, costs=[cost, cost])
-    assert watched.periods == []
+    detector, _ = watch(80, report, ranks=2, costs=[cost, cost])
+    assert detector.periods == []
 
 
 ROWS, WAITS = even(), (1, 32, 0.3, 0.4)
 
 
 @pytest.mark.parametrize(
-    ("rows", "data", "found"),
+    ("rows", "data_sec", "expected"),
     [
         ([(1, 32, 0.3, 0.3), (1, 32, 0.3, 0.3), (1, 32, 0.6, 0)], 0.0, [(2, COMPUTE, 2.0)]),
-        # 0.15 s of these for its batch.
+        # Getting its batch takes 0.15 s of the 0.45 s.
         ([*ROWS[:2], (1, 32, 0.45, 0.01)], 0.15, [(2, COMPUTE, 1.5), (2, DATA, 0.33)]),
         # Communication is the wait of the last rank to arrive.
         ([WAITS, (1, 32, 0.35, 0.35), WAITS], 0.0, [(1, COMMUNICATION, 0.5)]),
     ],
 )
-def test_a_slow_rank_and_why(rows, data, found):
-    watched, _ = watch(20, lambda _: (rows, [0.0, 0.0, data]))
-    slow = [
-        (each.rank, each.kind, pytest.approx(each.amount, abs=0.01)) for each in watched.periods
+def test_a_slow_rank_and_why(rows, data_sec, expected):
+    detector, _ = watch(20, lambda _: (rows, [0.0, 0.0, data_sec]))
+    periods = [
+        (period.rank, period.kind, pytest.approx(period.amount, abs=0.01))
+        for period in detector.periods
     ]
-    assert slow == found
-    if found[0][1] == COMPUTE:
-        assert "wait for it" in watched.periods[0].text
+    assert periods == expected
+    if expected[0][1] == COMPUTE:
+        assert "wait for it" in detector.periods[0].text
 
 
 def test_exponentials_and_logarithms_have_the_same_bits_on_every_machine():

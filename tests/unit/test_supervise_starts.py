@@ -18,15 +18,32 @@ def hosts(**slots):
     return [Host(name=name, slots=count) for name, count in slots.items()]
 
 
-def test_ranks_are_placed_by_slot_and_the_command_of_a_start_excludes_lost_hosts():
-    for given, ranks, placed in (
-        *((hosts(a=2, b=1), 3, "aab"), (hosts(a=2, b=2), 3, "aab"), (hosts(a=2, b=2), 1, "a")),
-        *((hosts(a=1, b=2), 5, "abbab"), (hosts(a=None, b=2), 4, "aaaa")),
-        *((hosts(a=1, b=None), 4, "abbb"), (hosts(a=0, b=1), 2, "bb"), (hosts(a=0), 2, "")),
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "expected"),
+    [
+        (hosts(a=2, b=1), 3, "aab"),
+        (hosts(a=2, b=2), 3, "aab"),
+        (hosts(a=2, b=2), 1, "a"),
+        (hosts(a=1, b=2), 5, "abbab"),
+        (hosts(a=None, b=2), 4, "aaaa"),
+        (hosts(a=1, b=None), 4, "abbb"),
+        (hosts(a=0, b=1), 2, "bb"),
+        (hosts(a=0), 2, ""),
         ([], 2, ""),
-    ):
-        assert "".join(place_by_slot(given, ranks)) == placed
-    for line, lost, words, hostfile, shape in (
+    ],
+)
+def test_ranks_are_placed_by_slot(hosts, ranks, expected):
+    assert "".join(place_by_slot(hosts, ranks)) == expected
+
+
+C = "c slots=1 # new\n"
+AB = "a slots=2\nb slots=1\n"
+HOSTFILE = "# ours\n" + AB + C
+
+
+@pytest.mark.parametrize(
+    ("options", "lost", "expected", "hostfile", "shape"),
+    [
         ("-np 4 --hostfile hf", "", "-np 4 --hostfile hf", "", "4 ranks on a, b, c"),
         ("-np 4 --hostfile hf", "b", "-np 3 --hostfile new", "a slots=2\n" + C, "3 ranks on a, c"),
         ("-np 2 --hostfile=hf", "b", "-np 2 --hostfile=new", "a slots=2\n" + C, "2 ranks on a, c"),
@@ -36,16 +53,14 @@ def test_ranks_are_placed_by_slot_and_the_command_of_a_start_excludes_lost_hosts
         ("--hostfile hf --host c,a", "c", "--hostfile new --host a", AB, "1 rank on a"),
         ("", "", "", "", "as mpirun chooses"),
         ("-np 2", "", "-np 2", "", "2 ranks"),
-    ):
-        job = make_job(f"mpirun {line} kaitian-train --lr 1")
-        start = plan_start(job, frozenset(lost), False, "new")
-        assert start.words == f"mpirun {words} kaitian-train --lr 1{OWN}".split()
-        assert (start.hostfile, start.shape) == (hostfile, shape)
-
-
-C = "c slots=1 # new\n"
-AB = "a slots=2\nb slots=1\n"
-HOSTFILE = "# ours\n" + AB + C
+    ],
+)
+def test_the_command_of_a_start_excludes_lost_hosts(options, lost, expected, hostfile, shape):
+    job = make_job(f"mpirun {options} kaitian-train --lr 1")
+    start = plan_start(job, frozenset(lost), False, "new")
+    assert start.words == f"mpirun {expected} kaitian-train --lr 1{OWN}".split()
+    assert start.hostfile == hostfile
+    assert start.shape == shape
 
 
 def make_job(line, hostfile=HOSTFILE, **settings):
@@ -54,7 +69,8 @@ def make_job(line, hostfile=HOSTFILE, **settings):
     lists = ",".join(command.values(HOST_LISTS))
     chosen = parse_host_list(lists) if lists else ()
     hosts = choose(parse_hostfile("\n".join(files.values()), "hf"), chosen)
-    config, folder = TrainConfig(run_dir="runs/x", snapshots="beef", **settings), Path("runs/x")
+    config = TrainConfig(run_dir="runs/x", snapshots="beef", **settings)
+    folder = Path("runs/x")
     return JobCommand(command=command, hosts=hosts, hostfiles=files, folder=folder, config=config)
 
 
@@ -110,8 +126,8 @@ def test_a_smaller_job_has_flags_in_the_place_of_variables(monkeypatch):
         job = supervise.make_job(line.split())
         assert not plan_start(job, frozenset(), False, "new").words[-3].startswith("--emulate")
         words = plan_start(job, frozenset("b"), False, "new").words
-        given = [word for word in words if word.startswith("--emulate-")][-2:]
-        assert given == [f"--emulate-kinds={kinds}", f"--emulate-slowdown={slowdown}"]
+        added = [word for word in words if word.startswith("--emulate-")][-2:]
+        assert added == [f"--emulate-kinds={kinds}", f"--emulate-slowdown={slowdown}"]
         assert parse_slowdown(slowdown, 2)
 
 
@@ -136,27 +152,30 @@ def test_a_host_has_a_rank_for_each_device_of_its_environments(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hf").write_text("a slots=8\nb slots=2\n")
     cuda = Environment("/c/python", ("cuda:0", "cuda:1"))
-    own = {"a": (cuda, Environment("/r/python", ("rocm:0",)))}
+    environments = {"a": (cuda, Environment("/r/python", ("rocm:0",)))}
     line = "mpirun -np 5 --hostfile hf kaitian-train --run-dir x"
-    job = supervise.make_job(line.split(), None, own)
+    job = supervise.make_job(line.split(), None, environments)
     assert plan_start(job, frozenset(), False, "new").shape == "5 ranks on a, b"
     smaller = plan_start(job, frozenset("b"), False, "new")
     assert smaller.shape == "3 ranks on a"
     assert "--host a:2 -np 2 /c/python -m" in " ".join(smaller.words)
 
 
-@pytest.mark.parametrize("given", ["--resume old", "--resume=old"])
-def test_the_users_resume_flag_holds_until_there_is_progress(given):
-    job = make_job(f"mpirun -np 2 kaitian-train {given}")
+@pytest.mark.parametrize("flag", ["--resume old", "--resume=old"])
+def test_the_users_resume_flag_holds_until_there_is_progress(flag):
+    job = make_job(f"mpirun -np 2 kaitian-train {flag}")
     assert "--resume=auto" not in flags_of(job, "")
     words = flags_of(job, "", trained=True)
-    assert words.index("--resume=auto") > words.index(given.split()[0])
+    assert words.index("--resume=auto") > words.index(flag.split()[0])
 
 
 def test_snapshots_have_the_users_name_or_one_that_is_in_no_command_line():
     """Other users of a host can read the command lines of its processes."""
-    theirs, ours = (make_job(f"mpirun kaitian-train{s}") for s in (" --snapshots=mine", ""))
-    assert [word for word in flags_of(theirs, "") if "snapshots" in word] == ["--snapshots=mine"]
-    assert (theirs.owns_snapshots, ours.owns_snapshots) == (False, True)
-    assert not any("beef" in word for word in plan_start(ours, frozenset(), False, "new").words)
-    assert environment(ours)["OMPI_KAITIAN_SNAPSHOTS"] == "beef"
+    named = make_job("mpirun kaitian-train --snapshots=mine")
+    assert [word for word in flags_of(named, "") if "snapshots" in word] == ["--snapshots=mine"]
+    assert not named.owns_snapshots
+    unnamed = make_job("mpirun kaitian-train")
+    assert unnamed.owns_snapshots
+    words = plan_start(unnamed, frozenset(), False, "new").words
+    assert not any("beef" in word for word in words)
+    assert environment(unnamed)["OMPI_KAITIAN_SNAPSHOTS"] == "beef"
