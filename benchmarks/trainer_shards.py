@@ -1,6 +1,7 @@
 """Compares DDP whose gradients are summed to owners with stock DDP, alternating in one run.
 
     mpirun -np 2 --map-by core --bind-to core python benchmarks/trainer_shards.py [speed] [save]
+    mpirun -np 2 --map-by core --bind-to core python benchmarks/trainer_shards.py adaptive
     mpirun -np 2 python benchmarks/trainer_shards.py memory
 
 Prints, with shares 3:1 of a GPT's gradients and optimizer state:
@@ -10,6 +11,8 @@ Prints, with shares 3:1 of a GPT's gradients and optimizer state:
              quartiles
     save     the seconds in which rank 0 alone saves an optimizer's state that others own in part /
              those for a state of its own
+    adaptive the step of `kaitian-run --adaptive --layout shard` / that of `--adaptive` alone, where
+             rank 1 is three times slower and the ranks own equal shares
     memory   each rank's peak of memory beyond that before, with sharded parameters and a model
              that begins on meta on all ranks but 0: at the start, in steps, while rank 0 saves, and
              at a resume; and what is planned without activations: the rank's share, and four of
@@ -26,7 +29,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -36,9 +39,11 @@ from shared.gpt import GPT, loss_of, make_optimizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from kaitian_mpi import init
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, without_mirrors
+from kaitian_mpi.integrations.adaptive import install
 from kaitian_mpi.integrations.shard import trainer_shards
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
 from kaitian_mpi.integrations.shard.host_parameters import as_plain
@@ -49,6 +54,9 @@ from kaitian_mpi.train.layouts.shard.memory_budget import USUAL_STATES, is_worth
 
 VOCABULARY, LENGTH = 256, 32
 _EVERY_SEC = 2e-3
+_STEPS_PER_EPOCH = 50
+_STEPS_TO_FOLLOW = 30
+_SLOWDOWN = 3
 SHARES = 3.0, 1.0, 2.0, 1.0
 
 
@@ -82,6 +90,29 @@ class Trainer:
         seconds = torch.tensor(time.perf_counter() - began)
         dist.broadcast(seconds, 0)
         return seconds.item()
+
+
+class AdaptiveTrainer(Trainer):
+    """One whose batches follow the ranks' speed."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        rows = options.batch * dist.get_world_size() * _STEPS_PER_EPOCH
+        data = TensorDataset(torch.randint(VOCABULARY, (rows, LENGTH + 1)))
+        self._loader = DataLoader(data, options.batch, sampler=DistributedSampler(data))
+        self._batches: Iterator[list[torch.Tensor]] = iter(())
+
+    def step(self) -> float:
+        """Train one step and return this rank's seconds; the ranks meet in its backward."""
+        began = time.perf_counter()
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches = iter(self._loader)
+            batch = next(self._batches)
+        self.optimizer.zero_grad()
+        loss_of(self.model, batch[0]).backward()
+        self.optimizer.step()
+        return time.perf_counter() - began
 
 
 def let_own(are_sharded: bool, shares: Sequence[float]) -> None:
@@ -180,6 +211,26 @@ class Peak:
         self._thread.join()
 
 
+def measure_adaptive(world: World, options: argparse.Namespace) -> None:
+    """Print the ratio of the steps with a slow rank, once the batches follow the speed."""
+    adaptive = install(world)
+    assert adaptive is not None
+    trainers = {"replicate": AdaptiveTrainer(options)}
+    trainers["replicate"].step()
+    Installed(world, LayoutSettings(), adaptive.waiting)
+    for name, are_sharded in (("whole", False), ("sharded", True)):
+        let_own(are_sharded, [1.0] * world.size)
+        trainers[name] = AdaptiveTrainer(options)
+        trainers[name].step()
+    calls = {name: trainer.step for name, trainer in trainers.items()}
+    in_turns(calls, _STEPS_TO_FOLLOW)
+    seconds = in_turns(calls, options.pairs)
+    for name in ("whole", "sharded") if world.rank == 0 else ():
+        ratio = quartiles(ratios(seconds[name], seconds["replicate"]))
+        print(f"adaptive: {name} / replicate {ratio}, {statistics.median(seconds[name]):.3f} s")
+    adaptive.close()
+
+
 def make_trainers(world: World, options: argparse.Namespace) -> dict[str, Trainer]:
     """Return a trainer in stock DDP, and those with whole and with sharded parameters."""
     trainers = {"stock": Trainer(options)}
@@ -198,7 +249,7 @@ def main() -> None:
     """Run the comparisons; world rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "sections", nargs="*", default=["speed", "save"], help="speed, save; or memory"
+        "sections", nargs="*", default=["speed", "save"], help="speed, save; or adaptive; or memory"
     )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=12, help="12 of width 256: 10 M parameters")
@@ -207,6 +258,10 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the ranks")
     options = parser.parse_args()
 
+    if "adaptive" in options.sections:
+        measure_adaptive(init(emulate_slowdown=f"1:{_SLOWDOWN}"), options)
+        dist.destroy_process_group()
+        return
     world = init()
     if "memory" in options.sections:
         measure_memory(world, options)
