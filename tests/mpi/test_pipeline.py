@@ -469,7 +469,10 @@ def test_a_layer_that_is_too_large_to_be_timed_leaves_layout_shard(world, capfd)
     layers[0].most = 0 if world.rank else 10**6
     assert choose_layout(config, setup, world).name == "shard"
     if world.rank == 0:
-        assert "layout shard: the others are not possible (rank 1: cpu" in capfd.readouterr().out
+        assert (
+            "layout shard: others are not possible, or slower (rank 1: cpu"
+            in capfd.readouterr().out
+        )
     with pytest.raises(AgreedError, match=r"a sample through layer 1 of 3 \(Large\); give"):
         find_facts(TrainConfig(**settings, layout="pipeline"), setup, world)
     whole = Task(**{**vars(task), "layers": None, "model": Hidden(task.model)})
