@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from choices import by_default
 from collective_cases import values
 from fake_device import Stream, current_stream, stream
 from torch import nn
@@ -202,8 +203,11 @@ class InParts(InShards):
     in_parts = True
 
 
+WAYS = ByReducer, ByDdp, InShards, InShardsThatWait, InParts
+
+
 @pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("way", [ByReducer, ByDdp, InShards, InShardsThatWait, InParts])
+@pytest.mark.parametrize("way", by_default(WAYS, (ByReducer, InShards, InParts)))
 def test_a_model_that_computes_on_two_streams_trains_like_one_process(world, way, monkeypatch):
     def late(function):
         def call(*arguments):
