@@ -68,8 +68,8 @@ class Balancing(StepObserver):
         self._waiting: list[tuple[int, list[int]]] = []
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        # The stages of a pipeline take different times, and wait for each other.
         plan = None
+        # It does not where ranks compute different parts of the model and wait for each other.
         if reports is not None and self._follows_speeds:
             plan = self.observe(step.number, reports)
         if plan is not None:

@@ -126,6 +126,32 @@ def test_only_layouts_ask_which_layout_it_is():
                 assert not re.search(r"\bconfig\.layout\b|\blayout\.name\b", text), (path, text)
 
 
+# What may name shards, stages' pipeline or mirrors: layouts, what chooses and predicts them, and
+# what moves their data. The others below are to become fewer: of these, `integrations` and `relay`
+# mean other things by the words, and `train` hands on the model whose parameters are sharded.
+LAYOUT_PLACES = ("train/layouts/", "config/", "cli/", "balance/", "integrations/shard/")
+NAMES_LAYOUTS = {
+    *("distributed/gathering.py", "distributed/owners_values.py", "distributed/shard_buckets.py"),
+    *("distributed/shard_reducer.py", "distributed/sharded_model.py", "distributed/relay/relay.py"),
+    *("integrations/adaptive_forwards.py", "integrations/convert_experts.py"),
+    *("integrations/planned_batches.py", "integrations/planned_loaders.py"),
+    *("integrations/planned_streams.py", "supervise/machine.py", "train/measure/plan.py"),
+    *("train/measure/rank_timer.py", "train/setup.py", "train/state.py"),
+    *("train/summary.py", "train/task.py", "train/training.py"),
+}
+
+
+def test_few_files_outside_of_layouts_name_one():
+    places = {path.relative_to(ROOT).as_posix(): path for path in FILES}
+    named = {
+        place
+        for place, path in places.items()
+        if not place.startswith(LAYOUT_PLACES)
+        and re.search("shard|pipeline|mirror", path.read_text(), re.IGNORECASE)
+    }
+    assert named == NAMES_LAYOUTS
+
+
 def test_a_class_name_exists_once_in_the_package():
     names = Counter(
         node.name for path in FILES for node in nodes(path) if isinstance(node, ast.ClassDef)
