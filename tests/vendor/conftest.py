@@ -24,7 +24,11 @@ from kaitian_mpi.mpi.world import World
 # Devices, and the library. Each library serves a group of all ranks, and groups beside others.
 LAYOUTS = {
     1: [("vendor", "nccl")],
-    2: [("vendor,cpu", "nccl"), ("auto", "xccl"), ("vendor,vendor", "mccl")],
+    2: [
+        ("vendor,cpu", "nccl"),
+        ("auto", "mccl"),
+        pytest.param(("vendor,vendor", "xccl"), marks=pytest.mark.thorough),
+    ],
     3: [("vendor,cpu,vendor", "xccl"), ("vendor,vendor,vendor", "hccl")],
     4: [
         ("vendor,cpu,vendor,vendor2", "hccl"),
