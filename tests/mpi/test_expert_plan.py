@@ -12,7 +12,8 @@ from trace_rules import check_trace, read_trace, spans_of
 
 from kaitian_mpi import Experts, Task, Training
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.expert_plan import Replacement, calibrate
+from kaitian_mpi.balance.expert_plan import Replacement
+from kaitian_mpi.balance.expert_prediction import calibrate
 from kaitian_mpi.balance.experts import RankFactors
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import LayerTooLargeError, UserError

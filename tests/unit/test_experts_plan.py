@@ -10,14 +10,8 @@ import pytest
 from choices import by_default
 
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.expert_plan import (
-    Observed,
-    calibrate,
-    place_experts,
-    planned_computing,
-    predict,
-    replace_experts,
-)
+from kaitian_mpi.balance.expert_plan import place_experts, replace_experts
+from kaitian_mpi.balance.expert_prediction import Observed, calibrate, planned_computing, predict
 from kaitian_mpi.balance.experts import (
     Expert,
     ExpertPlacement,

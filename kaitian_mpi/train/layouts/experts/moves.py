@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kaitian_mpi.balance.expert_plan import Observed, calibrate, predict, replace_experts
+from kaitian_mpi.balance.expert_plan import replace_experts
+from kaitian_mpi.balance.expert_prediction import Observed, calibrate, predict
 from kaitian_mpi.balance.experts import RankFactors
 from kaitian_mpi.balance.rebalancer import RankSteps
 from kaitian_mpi.config import TrainingConfig
