@@ -173,9 +173,11 @@ class GradientArrivals:
 
     def take_rest(self) -> None:
         """Let the owner take the buckets that it has not taken."""
+        owner = self._owner()
+        assert owner is not None  # it calls this itself
         with self.lock:
             while not self.are_all_taken:
-                self._take()
+                owner.take_bucket()
 
     def end(self) -> None:
         """Note that a backward is complete: until the next one is armed, a gradient is an error."""
@@ -193,11 +195,6 @@ class GradientArrivals:
         self._accumulators = []
         self._buckets = []
         self._missing = []
-
-    def _take(self) -> None:
-        owner = self._owner()
-        assert owner is not None  # it calls this itself
-        owner.take_bucket()
 
     def _bucket_ready(self, bucket: int, index: int) -> None:
         """Let the owner take this bucket, which parameter `index` has completed.

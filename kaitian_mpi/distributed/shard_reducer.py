@@ -38,7 +38,12 @@ class _Buckets:
         group: dist.ProcessGroup | None,
         gathering: Gathering | None,
         caps: tuple[int, int],
+        buffers: int | None,
     ) -> None:
+        """Lay out the buckets. Not collective.
+
+        `buffers` is how many are used at once of each dtype and device; None: one for each bucket.
+        """
         self.trained = TrainedParameters(dict(model.named_parameters()))
         numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
         self.numbers = [numbers[parameter] for parameter in self.trained.parameters]
@@ -47,7 +52,6 @@ class _Buckets:
         self.indices = self._group_into_buckets(caps)
         """The trained parameters' indices, by bucket."""
         self.buckets: list[ShardBucket] = []
-        self.pool = BufferPool(0)
         chosen: Any = group or dist.group.WORLD
         pads = uses_library(chosen)
         parts_of: dict[int, list[Part]] = {}
@@ -60,10 +64,7 @@ class _Buckets:
             self.buckets.append(
                 ShardBucket(members, members_parts, chosen.size(), chosen.rank(), is_sharded, pads)
             )
-
-    def allocate(self, limit: int | None) -> None:
-        """Make the buffers: up to `limit` of each dtype and device, or one for each bucket."""
-        self.pool = BufferPool(len(self.buckets) if limit is None else limit)
+        self.pool = BufferPool(len(self.buckets) if buffers is None else buffers)
         self.pool.prepare(self.buckets)
 
     def clear(self) -> None:
@@ -232,8 +233,8 @@ class ShardReducer:
         if gathering is not None:
             bucket_caps = BUCKET_CAPS[0], bucket_cap(max(p.nbytes for p in model.parameters()))
         with torch._C.DisableTorchFunctionSubclass():  # of parameters without their values
-            self._layout = _Buckets(model, parts, group, gathering, bucket_caps)
-            self._layout.allocate(None if self.values.overlap else IN_FLIGHT)
+            buffers = None if self.values.overlap else IN_FLIGHT
+            self._layout = _Buckets(model, parts, group, gathering, bucket_caps, buffers)
             self._arrivals = GradientArrivals(self, self._layout.trained, self._layout.indices)
         self._sums = _SumsInFlight(self._layout, self.values, group, waits)
         self.values.begin_trial()
