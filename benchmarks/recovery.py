@@ -85,7 +85,9 @@ def run_shards(options: argparse.Namespace) -> Result:
 def run_layouts(options: argparse.Namespace) -> Result:
     """Kills and stops at any moment in layouts shard, with and without mirrors, and pipeline."""
     script = str(HERE / "own_training.py"), "closed"
-    result = layout_kills.measure(options.ranks, options.trials, options.seed, script)
+    result = layout_kills.measure(
+        *(options.ranks, options.trials, options.seed, script), amid_steps=options.amid_steps
+    )
     layout_kills.show(result)
     return result
 
@@ -94,7 +96,9 @@ def run_experts(options: argparse.Namespace) -> Result:
     """The same in layout experts with mirrors alone."""
     script = str(HERE / "own_training.py"), "closed"
     layouts = {"experts with mirrors": layout_kills.LAYOUTS["experts with mirrors"]}
-    result = layout_kills.measure(options.ranks, options.trials, options.seed, script, layouts)
+    result = layout_kills.measure(
+        *(options.ranks, options.trials, options.seed, script, layouts), options.amid_steps
+    )
     layout_kills.show(result)
     return result
 
@@ -250,6 +254,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=100, help="kills while writing")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed for the choice of ranks and times"
+    )
+    parser.add_argument(
+        "--amid-steps", action="store_true", help="layouts, experts: kill amid steps alone"
     )
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args()

@@ -91,8 +91,13 @@ def measure(
     seed: int,
     script: tuple[str, ...],
     layouts: Mapping[str, list[str]] = LAYOUTS,
+    amid_steps: bool = False,
 ) -> dict[str, Any]:
-    """Return how many jobs ended in which way, and what a kill has cost, by layout and signal."""
+    """Return how many jobs ended in which way, and what a kill has cost, by layout and signal.
+
+    With `amid_steps`, ranks are killed between the first and the last step alone, so that each
+    trial gives a time.
+    """
     launch, choice = Launch(ranks, script=script), random.Random(seed)
     undisturbed = {name: _run_undisturbed(launch, flags) for name, flags in layouts.items()}
     counts = {f"{name} {n.name}": Counter[str]() for name in layouts for n in _SIGNALS}
@@ -100,8 +105,11 @@ def measure(
     for trial in range(trials):  # one in each layout: whenever it is ended, it has tried them alike
         for name, flags in layouts.items():
             whole = undisturbed[name]
-            for number in _SIGNALS if trial % 5 == 0 else _SIGNALS[:1]:
-                moment = whole.choose_moment(choice, in_setup=trial % 2 == 1)
+            for number in _SIGNALS if trial % 5 == 0 and not amid_steps else _SIGNALS[:1]:
+                if amid_steps:
+                    moment = whole.choose_step(choice)
+                else:
+                    moment = whole.choose_moment(choice, in_setup=trial % 2 == 1)
                 rank = choice.randrange(ranks)
                 ending = _try(launch, flags, rank, moment, number, whole.weights)
                 print(f"{name} {number.name} {ending}: {ending.word}", flush=True)
@@ -129,14 +137,20 @@ class Undisturbed:
 
     times: list[float]
     """When each line came after the start, and when the job ended."""
-    first_step: float
-    """When the line of the first step came."""
+    steps: list[float]
+    """When the line of each step came."""
     weights: Weights
 
     def choose_moment(self, choice: random.Random, in_setup: bool) -> Moment:
         """Return a random moment of the setup, or of the training with its end."""
-        span = (0.0, self.first_step) if in_setup else (self.first_step, self.times[-1])
-        at = choice.uniform(*span)
+        span = (0.0, self.steps[0]) if in_setup else (self.steps[0], self.times[-1])
+        return self._moment(choice.uniform(*span))
+
+    def choose_step(self, choice: random.Random) -> Moment:
+        """Return a random moment after enough steps to compare with and before the last."""
+        return self._moment(choice.uniform(self.steps[_STEPS_BEFORE], self.steps[-2]))
+
+    def _moment(self, at: float) -> Moment:
         lines = sum(time <= at for time in self.times)
         return Moment(lines, at - (self.times[lines - 1] if lines else 0))
 
@@ -148,10 +162,10 @@ def _run_undisturbed(launch: Launch, flags: list[str]) -> Undisturbed:
     ):
         if job.wait(_LIMIT_SEC) != 0:
             raise RuntimeError(f"the run without a kill failed: see {job.keep_output()}")
-        first = job.wait_for(lambda line: line.step == 1, 0)
+        steps = [line.at - job.began for line in job.lines if line.step is not None]
         times = [line.at - job.began for line in job.lines]
         ended = time.perf_counter() - job.began
-        return Undisturbed([*times, ended], first.at - job.began, weights_of(job.run_dir))
+        return Undisturbed([*times, ended], steps, weights_of(job.run_dir))
 
 
 def _try(
