@@ -370,18 +370,24 @@ def too_large(job: ExpertsJob) -> str:
         least = job.min_batch * facts.sample_bytes
         if facts.free_bytes < least:
             return (
-                f"--layout experts: rank {rank} has {facts.free_bytes / 1e6:.0f} MB of free memory "
-                f"next to all but the experts, and its smallest share takes {least / 1e6:.0f} MB; "
-                "leave it out, or use a smaller model or an optimizer with less state"
+                f"--layout experts: rank {rank} has {_megabytes(facts.free_bytes)} MB of free "
+                f"memory next to all but the experts, and its smallest share takes "
+                f"{_megabytes(least)} MB; leave it out, or use a smaller model or an optimizer "
+                "with less state"
             )
     held = job.held_bytes
-    available = ", ".join(f"{max(0.0, free) / 1e6:.0f}" for free in job.free_bytes.tolist())
+    available = ", ".join(map(_megabytes, job.free_bytes.tolist()))
     return (
         f"--layout experts: {len(job.experts)} experts, their gradients and optimizer state take "
-        f"{held.sum() / 1e6:.0f} MB without activations, the largest {held.max() / 1e6:.0f} MB, "
-        f"and the ranks have {available} MB of free memory; start more ranks, or use smaller "
-        "experts or an optimizer with less state"
+        f"{_megabytes(held.sum())} MB without activations, the largest "
+        f"{_megabytes(held.max())} MB, and the ranks have {available} MB of free memory; start "
+        "more ranks, or use smaller experts or an optimizer with less state"
     )
+
+
+def _megabytes(size: float) -> str:
+    megabytes = max(0.0, size) / 1e6
+    return f"{megabytes:.0f}" if megabytes >= 10 else f"{megabytes:.2g}"
 
 
 def moved_bytes(job: ExpertsJob, before: ExpertPlacement, after: ExpertPlacement) -> float:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.abort import install_abort_hook
 
 _left_out_contexts = 0
 """How many `without_experts` are open."""
@@ -108,6 +109,7 @@ class Experts(nn.Module):
             UserError: there are no experts, or fewer than `top_k`; or an argument is out of range.
         """
         super().__init__()
+        install_abort_hook()  # a script may make its model before it calls `init`
         self.experts = nn.ModuleList(experts)
         self.gate = gate
         self.top_k = top_k

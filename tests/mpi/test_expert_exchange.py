@@ -34,7 +34,7 @@ def exchanged(world):
 
     def exchange(*mixtures, chunks=2):
         by_name = {f"layer{number}": mixture for number, mixture in enumerate(mixtures)}
-        owners = [[0, 1] for _ in mixtures]
+        owners = [[number % 2 for number, _ in enumerate(one.experts)] for one in mixtures]
         made.append(TokenExchange(world, by_name, owners, chunks, lambda _: nullcontext(), int))
         return made[-1]
 
@@ -48,11 +48,24 @@ def tokens(count=6):
     return torch.randn(count, WIDTH, dtype=torch.float64)
 
 
-def test_mixtures_that_ranks_compute_in_unlike_orders_are_named(world, exchanged):
-    first, second = mixture(), mixture()
+@pytest.mark.parametrize("experts", [2, 5], ids=["alike", "more-experts"])
+def test_mixtures_that_ranks_compute_in_unlike_orders_are_named(world, exchanged, experts):
+    first, second = mixture(), mixture(experts)
     exchanged(first, second)
-    with pytest.raises(UserError, match=r"layer[01] as its forward \d+ .*the same order"):
+    with pytest.raises(UserError, match=r"layer[01], where rank \d computes .*the same order"):
         (first, second)[world.rank](tokens())
+
+
+def test_a_mixture_that_one_rank_leaves_out_is_named(world, exchanged):
+    first, second = mixture(), mixture()
+    exchange = exchanged(first, second)
+    first(tokens())
+    if world.rank == 0:
+        match = r"rank 1 computes no further Experts .* rank 0 computes layer1"
+        with pytest.raises(UserError, match=match):
+            second(tokens())
+    else:
+        exchange.finish_forward()
 
 
 def test_gradients_on_some_ranks_only_are_named(world, exchanged):

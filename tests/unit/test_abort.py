@@ -54,6 +54,15 @@ def test_a_rank_ends_the_job_once_its_launcher_has_read_its_message_or_reads_not
         assert reads or time.monotonic() - began > 1.5
 
 
+WRONG_MODEL = "import kaitian_mpi; kaitian_mpi.Experts([], None)"
+
+
+def test_a_mistake_in_a_model_that_is_made_before_anything_else_is_one_line():
+    ended = run(WRONG_MODEL)
+    assert ended.returncode == 2
+    assert ended.stderr == "-c: error: Experts: there are no experts; give at least 1\n"
+
+
 ENDINGS = """
 import io, os, sys
 from kaitian_mpi.runtime.abort import abort_on_error

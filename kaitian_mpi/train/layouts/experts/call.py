@@ -71,7 +71,7 @@ class MixtureCall:
         self._travel.catch_up()
         facts = self.number, self.mixture, int(self._needs_gradient), DTYPES.index(rows.dtype)
         own = CallHeader(*facts, self._counts, self._wanted)
-        headers = Headers(self._travel.routes, own, self._check, self._cut_to_here)
+        headers = Headers(self._travel.routes, self._places, own, self._check, self._cut_to_here)
         blocks = rows.split(self._rows_to)
         trips = self._make_trips(blocks, is_backward=False)
         headers.follow(trips)
@@ -102,22 +102,15 @@ class MixtureCall:
         return torch.cat(replies)
 
     def _check(self, peer: int, header: CallHeader) -> None:
-        """Check that another rank is at the same call.
+        """Check that another rank computes this call in the same way.
 
         Raises:
-            UserError: it is not.
+            UserError: it does not.
         """
         name = self._places.name(self.mixture)
         rank, other = (
             self._travel.routes.world_rank(one) for one in (self._travel.routes.rank, peer)
         )
-        if (header.number, header.mixture) != (self.number, self.mixture):
-            raise UserError(
-                f"--layout experts: rank {other} computes {self._places.name(header.mixture)} as "
-                f"its forward {header.number + 1} of Experts, and rank {rank} computes {name} as "
-                f"its forward {self.number + 1}; every rank must compute the same ones, in the "
-                "same order"
-            )
         if bool(header.needs_gradient) != self._needs_gradient:
             raise UserError(
                 f"--layout experts: {name} is computed with gradients on one of ranks {rank} and "

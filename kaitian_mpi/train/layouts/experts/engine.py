@@ -116,6 +116,7 @@ class ExpertsEngine(Engine):
         return weight_of_share() * step.weights[index] / step.rank_weight
 
     def backward(self, loss: torch.Tensor, index: int = 0, is_last: bool = True) -> None:
+        self.exchange.finish_forward()
         self._pace.catch_up()
         self.step.clock.enter(StepClock.BACKWARD)
         weight = self._weight_of(index)
@@ -160,6 +161,7 @@ class ExpertsEngine(Engine):
         self.exchange.begin()
         done = 0
         for result in super().results(observe):
+            self.exchange.finish_forward()
             done += 1
             yield result
         length, shares = len(self._setup.validation), self.sampler.batch_sizes
@@ -174,4 +176,5 @@ class ExpertsEngine(Engine):
             batch = self._computation.place(self._setup.validation[[0]])
             with self._computation.autocast():
                 function(self._task.model, batch)
+            self.exchange.finish_forward()
         self.exchange.begin()

@@ -14,6 +14,7 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.experts.call import MixtureCall
+from kaitian_mpi.train.layouts.experts.headers import CallHeader, Headers
 from kaitian_mpi.train.layouts.experts.places import ExpertPlaces
 from kaitian_mpi.train.layouts.experts.recomputation import Recomputation
 from kaitian_mpi.train.layouts.experts.routes import Routes
@@ -60,6 +61,8 @@ class TokenExchange:
         self._open: list[MixtureCall] = []
         """Calls without a backward as yet."""
         self._recomputation = Recomputation()
+        self._ending: Headers | None = None
+        """What the other ranks say of the end of the last forward."""
         self._used: set[int] = set()
         self._has_tokens = True
         self._weight: float | None = None
@@ -132,6 +135,19 @@ class TokenExchange:
         self._number = _calls = number + 1
         return number
 
+    def finish_forward(self) -> None:
+        """Tell the others that a forward is over here. Collective; nobody waits.
+
+        Raises:
+            UserError: another rank has computed a mixture more, or less, in the forward before.
+        """
+        if self._is_alone:
+            return
+        if self._ending is not None:
+            self._ending.check_arrived()
+        own = CallHeader.of_end(self._next_number())
+        self._ending = Headers(self.travel.routes, self._places, own)
+
     def finish_backward(self, after: int = -1) -> None:
         """Take part in the backward of calls that no loss here depends on. Collective in effect.
 
@@ -177,6 +193,7 @@ class TokenExchange:
     def reset(self) -> None:
         """Forget calls that are interrupted. Not collective."""
         self._open = []
+        self._ending = None
         self._used.clear()
         self.begin()
 

@@ -1,6 +1,7 @@
 """The first messages of a call of a mixture: how many rows of which experts follow.
 
-Nobody waits for an answer to them: the rows are sent at once.
+Nobody waits for an answer to them: the rows are sent at once. One more says that a forward is over,
+so that a rank that computes a mixture more than another does not wait for it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.layouts.experts.places import ExpertPlaces
 from kaitian_mpi.train.layouts.experts.routes import HEADER_TAG, HostTrip, Routes, Trip
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What tokens can be of."""
+_NO_MIXTURE = -1
+_FACTS = 5
 
 
 class CallHeader(NamedTuple):
@@ -23,25 +28,34 @@ class CallHeader(NamedTuple):
     number: int
     """Of the call since the start, from 0."""
     mixture: int
-    needs_gradient: int
-    dtype: int
+    """-1: it computes none any more in this forward."""
+    needs_gradient: int = 0
+    dtype: int = 0
     """Of its rows, as its place in `DTYPES`."""
-    counts: list[int]
+    counts: Sequence[int] = ()
     """Its rows by expert, in the order of `ExpertPlaces`."""
-    wanted: list[int]
+    wanted: Sequence[int] = ()
     """Those before any were dropped."""
 
-    def pack(self) -> torch.Tensor:
-        """Return it as numbers."""
+    @classmethod
+    def of_end(cls, number: int) -> CallHeader:
+        """Return that of the end of a forward, which is counted as a call."""
+        return cls(number, _NO_MIXTURE)
+
+    def pack(self, most_experts: int) -> torch.Tensor:
+        """Return it as numbers: equally many for every mixture of at most so many experts."""
+        packed = torch.zeros(_FACTS + 2 * most_experts, dtype=torch.int64)
         *facts, counts, wanted = self
-        return torch.tensor([*facts, *counts, *wanted], dtype=torch.int64)
+        numbers = [*facts, len(counts), *counts, *wanted]
+        packed[: len(numbers)] = torch.tensor(numbers)
+        return packed
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> CallHeader:
         """Return a result of `pack`."""
-        number, mixture, needs_gradient, dtype, *counts = packed.tolist()
-        half = len(counts) // 2
-        return cls(number, mixture, needs_gradient, dtype, counts[:half], counts[half:])
+        number, mixture, needs_gradient, dtype, experts, *counts = packed.tolist()
+        wanted = counts[experts : 2 * experts]
+        return cls(number, mixture, needs_gradient, dtype, counts[:experts], wanted)
 
 
 class Headers:
@@ -50,18 +64,22 @@ class Headers:
     def __init__(
         self,
         routes: Routes,
+        places: ExpertPlaces,
         own: CallHeader,
-        check: Callable[[int, CallHeader], None],
-        cut: Callable[[Sequence[int]], list[list[int]]],
+        check: Callable[[int, CallHeader], None] | None = None,
+        cut: Callable[[Sequence[int]], list[list[int]]] | None = None,
     ) -> None:
         """Send this rank's header to all others, and receive theirs.
 
-        `check` raises an error if a rank's header does not fit this one's. `cut` returns the rows
-        by expert of each chunk that is sent here, by the sender's counts.
+        `check` raises an error if a header of the same call does not fit this rank's. `cut` returns
+        the rows by expert of each chunk that is sent here, by the sender's counts.
         """
+        self._routes = routes
+        self._places = places
+        self._own = own
         self._check = check
         self._cut = cut
-        content = own.pack()
+        content = own.pack(places.most_experts)
         self._received = {peer: torch.empty_like(content) for peer in routes.others}
         self._works: dict[int, Any] = {
             peer: dist.irecv(tensor, peer, tag=HEADER_TAG)
@@ -108,6 +126,7 @@ class Headers:
     def chunks_of(self, peer: int) -> list[list[int]]:
         """Return the rows by expert of each chunk that a rank sends here."""
         if peer not in self._chunks:
+            assert self._cut is not None
             self._chunks[peer] = self._cut(self.header_of(peer).counts)
         return self._chunks[peer]
 
@@ -116,6 +135,37 @@ class Headers:
         if peer not in self._headers:
             self._works[peer].wait()
             header = CallHeader.unpack(self._received[peer])
-            self._check(peer, header)
+            self._check_order(peer, header)
+            if self._check is not None:
+                self._check(peer, header)
             self._headers[peer] = header
         return self._headers[peer]
+
+    def check_arrived(self) -> None:
+        """Check the headers that are here.
+
+        Raises:
+            UserError: one does not fit.
+        """
+        for peer, work in self._works.items():
+            if work.is_completed():
+                self.header_of(peer)
+
+    def _check_order(self, peer: int, header: CallHeader) -> None:
+        """Check that another rank is at the same call.
+
+        Raises:
+            UserError: it is not.
+        """
+        own = self._own
+        if (header.number, header.mixture) != (own.number, own.mixture):
+            rank, other = map(self._routes.world_rank, (self._routes.rank, peer))
+            raise UserError(
+                f"--layout experts: rank {other} {self._told(header)}, where rank {rank} "
+                f"{self._told(own)}; every rank must compute the same Experts, in the same order"
+            )
+
+    def _told(self, header: CallHeader) -> str:
+        if header.mixture == _NO_MIXTURE:
+            return "computes no further Experts in its forward"
+        return f"computes {self._places.name(header.mixture)}"

@@ -26,6 +26,8 @@ class ExpertPlaces:
         self.mixtures = list(mixtures.values())
         self._names = list(mixtures)
         self._numbers = {mixture: number for number, mixture in enumerate(self.mixtures)}
+        self.most_experts = max(map(len, owners))
+        """The number of experts of the mixture with the most."""
         self._held = [
             [[e for e, owner in enumerate(ranks) if owner == rank] for rank in range(size)]
             for ranks in owners
