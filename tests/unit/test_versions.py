@@ -134,7 +134,7 @@ def test_setup_installs_what_the_demo_needs_and_keeps_what_the_tests_need(tmp_pa
         "--editable .[mpi,demo,report]"
     )
     assert "about 0.3 GB" in first
-    compiled = "installs -m compileall -qq -j 0 .venv-python-3.11/lib kaitian_mpi"
+    compiled = "installs -m compileall -qq -j 0 -x"
     assert first.index("--no-compile") < first.index(compiled)
     assert setup() == ""
     assert "--editable .[dev]" in setup(KAITIAN_EXTRAS="dev")
