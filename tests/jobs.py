@@ -152,6 +152,25 @@ def write_forking_program(folder: Path) -> Path:
     return program
 
 
+def write_launching_program(folder: Path, name: str) -> Path:
+    """Write a command that starts mpirun as the installed one of its name does, with forked ranks.
+
+    By itself it is a fresh process, like the command. Its folder has to be first in PATH.
+    """
+    folder.mkdir(exist_ok=True)
+    program = folder / name
+    ranks = shlex.join(forked([str(SCRIPTS / name)]))
+    code = f"import sys; sys.argv[0] = {str(program)!r}; "
+    code += f"from kaitian_mpi.cli.{name.removeprefix('kaitian-')} import main; sys.exit(main())"
+    launcher = shlex.join([PYTHON, "-c", code])
+    program.write_text(
+        f'#!/bin/sh\nif [ -n "$OMPI_COMM_WORLD_RANK" ]; then exec {ranks} "$@"; fi\n'
+        f'exec {launcher} "$@"\n'
+    )
+    program.chmod(0o755)
+    return program
+
+
 @contextmanager
 def fork_server(*modules: str, **env: str) -> Iterator[str]:
     """Yield the socket of a fork of the fork server that has loaded more modules."""

@@ -1,4 +1,7 @@
-"""`kaitian-train -n 2` and `kaitian-run -n 2`: real jobs that a command starts mpirun for."""
+"""`kaitian-train -n 2` and `kaitian-run -n 2`: real jobs that a command starts mpirun for.
+
+The command is fresh; its ranks are where a terminal or a killed command has to reach them.
+"""
 
 import os
 import re
@@ -20,9 +23,10 @@ from jobs import (
     run_alone,
     steps_saved,
     summary_of,
+    write_launching_program,
 )
 from shared.emulated_hosts import reason_to_skip
-from shared.processes import assert_gone
+from shared.processes import assert_gone, standing_for
 
 TRAIN = ["kaitian-train", "-n", "2", "--model", "planted:Slow", *EVEN]
 SCRIPT = """
@@ -45,15 +49,25 @@ dist.destroy_process_group()
 """
 
 
+def path_with_launching(folder, name):
+    """Return the PATH on which the command is one that forks its ranks."""
+    program = write_launching_program(folder / "bin", name)
+    return f"{program.parent}:{ENVIRONMENT['PATH']}"
+
+
 class LaunchedJob(Job):
     """A job of a command that starts mpirun itself."""
 
-    def __init__(self, *command, cwd):
-        self._start(*command, cwd=cwd, env={"PRTE_MCA_rmaps_default_mapping_policy": ""})
+    def __init__(self, *command, cwd, fresh=False):
+        env = {"PRTE_MCA_rmaps_default_mapping_policy": ""}
+        if not fresh:
+            env["PATH"] = path_with_launching(cwd, command[0])
+        self._start(*command, cwd=cwd, env=env)
 
     def processes(self):
         """Return mpirun's pid and those of the ranks."""
-        return [each.pid for each in psutil.Process(self.process.pid).children(recursive=True)]
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return [standing_for(each.pid) for each in found]
 
 
 def run_script(folder, *words, code):
@@ -61,6 +75,7 @@ def run_script(folder, *words, code):
     # Without what the tests' own environment lets mpirun do.
     without = dict.fromkeys([name for name in ENVIRONMENT if name.startswith("PRTE_MCA_")], "")
     command = ("kaitian-run", "-n", "2", *words)
+    without["PATH"] = path_with_launching(folder, command[0])
     return run_alone(*command, cwd=folder, fresh=True, code=code, **without)
 
 
@@ -113,15 +128,14 @@ def test_a_lost_rank_is_survived_and_the_printed_command_does_the_same(tmp_path)
         job.wait_for(r"step 2/")
         mpirun = next(iter(psutil.Process(job.process.pid).children()))
         ranks = {each.environ().get("OMPI_COMM_WORLD_RANK"): each for each in mpirun.children()}
-        ranks["1"].kill()
+        os.kill(standing_for(ranks["1"].pid), signal.SIGKILL)
         job.wait_for(r"rank 1 \(.*\) was lost")
         ended = job.finish()
     assert summary_of(tmp_path)["ranks"] == [0]
     assert "the job ended" not in ended.text
-    again = shlex.split(printed)
-    assert run_alone(
-        *again, *"--max-steps 1 --run-dir again".split(), cwd=tmp_path, fresh=True, code=0
-    )
+    again = (*shlex.split(printed), *"--max-steps 1 --run-dir again".split())
+    path = f"{tmp_path / 'bin'}:{ENVIRONMENT['PATH']}"
+    assert run_alone(*again, cwd=tmp_path, fresh=True, PATH=path)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +180,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_job_once(tmp_path):
 
 
 def test_no_rank_outlives_a_killed_command(tmp_path):
-    with LaunchedJob(*TRAIN, "--max-steps", "200", cwd=tmp_path) as job:
+    with LaunchedJob(*TRAIN, "--max-steps", "200", cwd=tmp_path, fresh=True) as job:
         job.wait_for(r"step 1/")
         pids = job.processes()
         assert len(pids) >= 3
@@ -183,7 +197,10 @@ def test_ranks_on_other_hosts_get_the_environment(hosts, tmp_path):
         "print(socket.gethostname(), os.environ.get('OWN'), 'rank', dist.get_rank(), flush=True)\n"
         "dist.destroy_process_group()\n"
     )
-    command = [str(SCRIPTS / "kaitian-run"), "--hostfile", str(hosts.hostfile)]
+    program = SCRIPTS / "kaitian-run"
+    if hosts.have_group:
+        program = write_launching_program(tmp_path / "bin", program.name)
+    command = [str(program), "--hostfile", str(hosts.hostfile)]
     command += ["--backend-override", "gloo", str(script)]
 
     class OnHosts(HostsJob):
