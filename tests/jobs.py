@@ -171,6 +171,13 @@ def write_launching_program(folder: Path, name: str) -> Path:
     return program
 
 
+def write_forking_python(path: Path) -> Path:
+    """Write an interpreter, as its users see it, whose processes are forked."""
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(forked([PYTHON]))} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 @contextmanager
 def fork_server(*modules: str, **env: str) -> Iterator[str]:
     """Yield the socket of a fork of the fork server that has loaded more modules."""

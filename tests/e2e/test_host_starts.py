@@ -11,7 +11,17 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from jobs import EVEN, PLANTED, PYTHON, SCRIPTS, SOON_SEC, HostsJob, run_alone, summary_of
+from jobs import (
+    EVEN,
+    PLANTED,
+    PYTHON,
+    SCRIPTS,
+    SOON_SEC,
+    HostsJob,
+    run_alone,
+    summary_of,
+    write_forking_python,
+)
 from shared.emulated_hosts import reason_to_skip
 
 pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
@@ -58,8 +68,9 @@ def write_environments(path, **pythons):
 
 
 def test_two_environments_train_one_model(hosts, other_environment, tmp_path):
-    second = hosts.address(2)
-    write_environments(tmp_path / "env.toml", **{second: other_environment})
+    ours = write_forking_python(tmp_path / "python") if hosts.have_group else PYTHON
+    pythons = {hosts.address(1): ours, hosts.address(2): other_environment}
+    write_environments(tmp_path / "env.toml", **pythons)
     train = "--model planted:where --global-batch-size 24 --max-steps 4 --check-every 1".split()
     train += ["--devices", "cpu", *EVEN]
     command = (*ENV, "env.toml", "mpirun", "-np", "3", f"{SCRIPTS}/kaitian-train")
@@ -124,12 +135,13 @@ def run_the_pages_command(hosts, folder, begin, *before):
     blocks = PAGE.split("```")
     (listed,) = (block for block in blocks if block.startswith("\nnode-a slots="))
     (tables,) = (block for block in blocks if block.startswith("toml\n[node-a]"))
+    python = write_forking_python(folder / "python") if hosts.have_group else PYTHON
     texts = {"hosts.txt": listed.strip(), "environments.toml": tables.removeprefix("toml\n")}
     for name, text in texts.items():
         for host, node in enumerate(("node-a", "node-b"), 1):
             address = hosts.address(host)
             text = text.replace(node, f'"{address}"' if name.endswith("toml") else address)
-        text = text.replace("/opt/torch/bin/python", PYTHON).replace("cuda", "mlu")
+        text = text.replace("/opt/torch/bin/python", str(python)).replace("cuda", "mlu")
         (folder / name).write_text(text + "\n")
     (folder / "train.py").write_text(OF_TORCHRUN)
     (line,) = (line for line in PAGE.splitlines() if line.startswith(begin))
@@ -165,7 +177,8 @@ def test_two_environments_on_one_host_have_devices_of_their_own(other_environmen
     """The other one has an emulated plug-in, which ours does not have."""
     (packages,) = other_environment.parent.parent.glob("lib/python*/site-packages")
     shutil.copy(PLANTED / "emulated_mlu" / "torch_mlu.py", packages)
-    tables = [(PYTHON, '"cpu", "cpu"'), (other_environment, '"mlu:3"')]
+    ours = write_forking_python(tmp_path / "python")
+    tables = [(ours, '"cpu", "cpu"'), (other_environment, '"mlu:3"')]
     (tmp_path / "env.toml").write_text(
         "".join(f'[[localhost]]\npython = "{path}"\ndevices = [{each}]\n' for path, each in tables)
     )
