@@ -46,7 +46,8 @@ def test_parameters_are_in_parts_if_they_fit_no_rank_whole(tmp_path):
     # What no plan can know to the byte, some MB, would be more than the tenth of a smaller plan.
     memory = ("--emulate-memory", "0:240MB,1:120MB,2:120MB", *KINDS)
     deep = ("--task", "planted_large:build_deep", "--layout", "shard")
-    ended = train(tmp_path, 3, *memory, *deep, "--max-steps", "2")
+    few = ("--max-steps", "2", "--global-batch-size", "12")  # of two micro-batches a rank
+    ended = train(tmp_path, 3, *memory, *deep, *few)
     assert "layout shard: parameters, gradients and optimizer state by rank" in ended.out
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     planned, peaks = (

@@ -5,7 +5,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from jobs import PYTHON, fork_server, run_alone, summary_of
+from jobs import (
+    ENVIRONMENT,
+    PYTHON,
+    fork_server,
+    run_alone,
+    summary_of,
+    write_launching_program,
+)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -148,7 +155,9 @@ def test_a_script_of_accelerate_launch_has_its_ranks_and_settings(tmp_path):
     (line,) = (each for each in lines if each.startswith("ACCELERATE_MIXED_PRECISION="))
     setting, *command = line.split()
     name, value = setting.split("=")
-    ended = run_alone(*command, cwd=tmp_path, fresh=True, **{name: value})
+    program = write_launching_program(tmp_path / "bin", "kaitian-run")
+    env = {name: value, "PATH": f"{program.parent}:{ENVIRONMENT['PATH']}"}
+    ended = run_alone(*command, cwd=tmp_path, fresh=True, **env)
     expected = [f"2 {rank} bf16 ['--lr', '0.1']" for rank in range(2)]
     assert sorted(one for one in ended.out.splitlines() if one.startswith("2 ")) == expected
 

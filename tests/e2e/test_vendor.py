@@ -26,8 +26,8 @@ def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_pa
     ended = mpirun(
         3,
         *"kaitian-train --devices vendor:0,cpu,vendor:1 --model cnn --allreduce leader".split(),
-        *"--epochs 2 --check-every 2 --keep-all --benchmark-seconds 0.5 --run-dir run".split(),
-        *"--relay-dtype bf16 --sync-bn".split(),
+        *"--epochs 1 --global-batch-size 96 --check-every 2 --keep-all --run-dir run".split(),
+        *"--relay-dtype bf16 --sync-bn --benchmark-seconds 0.2".split(),
         PYTHONPATH=f"{OTHER_PACKAGE}:{broken.parent}",
         KAITIAN_FAKE_DEVICE="rounding",
     )

@@ -230,7 +230,8 @@ def test_the_first_steps_calibrate_the_prediction_also_of_a_static_plan(
     monkeypatch.setattr(moves, "calibrate", noted)
     monkeypatch.setattr(moves, "replace_experts", lambda *_: None)
     settings = {"layout": "experts", "global_batch_size": 8, "epochs": 2, "balance": balance}
-    with Training(make_task(data=Points(128)), progress="none", **settings) as training:
+    settings["benchmark_seconds"] = 0.1
+    with Training(make_task(data=Points(64)), progress="none", **settings) as training:
         training.run()
     predicted = training.summary.experts["predicted_step_sec"]
     shown = capsys.readouterr().out

@@ -330,6 +330,8 @@ def test_a_task_that_cannot_be_divided_is_refused(world, parts, message):
 
 @pytest.mark.sizes(2)
 def test_auto_does_not_choose_what_the_task_or_a_setting_rules_out(world, monkeypatch):
+    exchange = choose.measure_exchange(world, 1 << 16)
+    monkeypatch.setattr(choose, "measure_exchange", lambda *_: exchange)
     clips, both = {"clip_norm": lambda parameters: None}, ["pipeline", "shard"]
     for parts, settings, expected in (
         ({}, {}, []),

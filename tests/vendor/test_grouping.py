@@ -191,7 +191,7 @@ def losses_of(layout):
         loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
     )
     settings = {"layout": layout, "balance": "off", "parity": False, "progress": "none"}
-    with Training(task, global_batch_size=8, epochs=2, **settings) as training:
+    with Training(task, global_batch_size=8, epochs=1, **settings) as training:
         return [step.loss for step in training]
 
 
@@ -217,7 +217,7 @@ def test_a_training_without_the_library_has_the_numbers_of_one_with_it(layout, d
         assert bool(calls) == is_joined
         assert world.relay.describe()["vendor_library"] == uses_library
     dist.destroy_process_group()
-    assert len(set(losses[0])) == 12
+    assert len(set(losses[0])) == 6
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
