@@ -65,6 +65,7 @@ class Engine:
 
     computes_whole_model: ClassVar[bool] = True
     """Whether each rank does; else it computes some of the layers, or of the experts."""
+    sampler_class: ClassVar[type[LoadAdaptiveSampler]] = LoadAdaptiveSampler
 
     def __init__(
         self,
@@ -94,7 +95,14 @@ class Engine:
         self._task: Task = setup.task
         self._computation = state.computation
         self._pace = world.device_kind.pace
-        self.sampler = self._make_sampler()
+        self.sampler = self.sampler_class(
+            setup.train,
+            plan.batch_sizes,
+            world.rank,
+            shuffle=setup.task.shuffles,
+            seed=config.seed,
+            min_batch=plan.min_batch,
+        )
         # Before anything of the model changes: if a rank is lost here, there is nothing to undo.
         self._prepare()
         self.gradients: GradientSums = self._make_gradients()
@@ -103,16 +111,6 @@ class Engine:
 
     def _prepare(self) -> None:
         """Make what the engine of a layout has besides: here, nothing."""
-
-    def _make_sampler(self) -> LoadAdaptiveSampler:
-        return LoadAdaptiveSampler(
-            self._setup.train,
-            self.plan.batch_sizes,
-            self.world.rank,
-            shuffle=self._task.shuffles,
-            seed=self._config.seed,
-            min_batch=self.plan.min_batch,
-        )
 
     def _make_gradients(self) -> GradientSums:
         return GradientReducer(
@@ -125,6 +123,9 @@ class Engine:
             self.gradients.check_values()
         self.gradients.close()
         participate(self.state.model, None)
+
+    def script_has_run(self) -> None:
+        """Continue after a script's own code between two steps: here, it concerns nobody else."""
 
     def split_shares(self, is_wanted: bool) -> bool:
         """Split shares into micro-batches or not; return whether this changes. Not collective."""

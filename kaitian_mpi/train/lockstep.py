@@ -159,6 +159,7 @@ class Lockstep:
         loop = self._ready_loop()
         if loop is None or self._agree(loop, Call.TRAIN) == Call.STOP:
             return None
+        loop.engine.script_has_run()
         session.saving.save_due(script_has_run=not self._script_is_absent)
         is_saved = session.saving.save_to_end()
         if loop.is_outdated and not is_saved:

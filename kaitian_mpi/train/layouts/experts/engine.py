@@ -75,6 +75,9 @@ class ExpertsEngine(Engine):
         self.exchange.reset()
         super().undo()
 
+    def script_has_run(self) -> None:
+        self.exchange.finish_forwards()
+
     def _sizes_by_rank(self) -> list[list[int]]:
         """Return the samples of each rank's micro-batches in the next step."""
         shares = self.sampler.shares_at(self.state.progress.position)
@@ -116,7 +119,7 @@ class ExpertsEngine(Engine):
         return weight_of_share() * step.weights[index] / step.rank_weight
 
     def backward(self, loss: torch.Tensor, index: int = 0, is_last: bool = True) -> None:
-        self.exchange.finish_forward()
+        self.exchange.finish_forwards()
         self._pace.catch_up()
         self.step.clock.enter(StepClock.BACKWARD)
         weight = self._weight_of(index)
@@ -161,7 +164,7 @@ class ExpertsEngine(Engine):
         self.exchange.begin()
         done = 0
         for result in super().results(observe):
-            self.exchange.finish_forward()
+            self.exchange.finish_forwards()
             done += 1
             yield result
         length, shares = len(self._setup.validation), self.sampler.batch_sizes
@@ -176,5 +179,5 @@ class ExpertsEngine(Engine):
             batch = self._computation.place(self._setup.validation[[0]])
             with self._computation.autocast():
                 function(self._task.model, batch)
-            self.exchange.finish_forward()
+            self.exchange.finish_forwards()
         self.exchange.begin()

@@ -62,7 +62,7 @@ class TokenExchange:
         """Calls without a backward as yet."""
         self._recomputation = Recomputation()
         self._ending: Headers | None = None
-        """What the other ranks say of the end of the last forward."""
+        """What the other ranks say of the end of their last forwards."""
         self._used: set[int] = set()
         self._has_tokens = True
         self._weight: float | None = None
@@ -135,11 +135,11 @@ class TokenExchange:
         self._number = _calls = number + 1
         return number
 
-    def finish_forward(self) -> None:
-        """Tell the others that a forward is over here. Collective; nobody waits.
+    def finish_forwards(self) -> None:
+        """Tell the others that this rank computes no mixture for now. Collective; nobody waits.
 
         Raises:
-            UserError: another rank has computed a mixture more, or less, in the forward before.
+            UserError: another rank computed one more, or one less, before its last call of this.
         """
         if self._is_alone:
             return

@@ -1,6 +1,6 @@
 """The first messages of a call of a mixture: how many rows of which experts follow.
 
-Nobody waits for an answer to them: the rows are sent at once. One more says that a forward is over,
+Nobody waits for an answer to them: the rows are sent at once. One more says that forwards are over,
 so that a rank that computes a mixture more than another does not wait for it.
 """
 
@@ -28,7 +28,7 @@ class CallHeader(NamedTuple):
     number: int
     """Of the call since the start, from 0."""
     mixture: int
-    """-1: it computes none any more in this forward."""
+    """-1: it computes none for now."""
     needs_gradient: int = 0
     dtype: int = 0
     """Of its rows, as its place in `DTYPES`."""
@@ -39,7 +39,7 @@ class CallHeader(NamedTuple):
 
     @classmethod
     def of_end(cls, number: int) -> CallHeader:
-        """Return that of the end of a forward, which is counted as a call."""
+        """Return that of the end of forwards, which is counted as a call."""
         return cls(number, _NO_MIXTURE)
 
     def pack(self, most_experts: int) -> torch.Tensor:
@@ -167,5 +167,5 @@ class Headers:
 
     def _told(self, header: CallHeader) -> str:
         if header.mixture == _NO_MIXTURE:
-            return "computes no further Experts in its forward"
-        return f"computes {self._places.name(header.mixture)}"
+            return "computes no further Experts"
+        return f"computes {self._places.name(header.mixture)!r}"

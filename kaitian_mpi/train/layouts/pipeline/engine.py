@@ -27,7 +27,7 @@ from kaitian_mpi.train.step_times import StepClock
 class GlobalSampler(LoadAdaptiveSampler):
     """Yields all samples of each global step, of which every rank picks its own."""
 
-    def __init__(self, data: Any, by_rank: Sequence[int], **options: Any) -> None:
+    def __init__(self, data: Any, by_rank: Sequence[int], _rank: int, **options: Any) -> None:
         self._by_rank = list(by_rank)  # what each reads first, for reports
         super().__init__(data, [sum(by_rank)], 0, **options)
 
@@ -40,6 +40,7 @@ class PipelineEngine(Engine):
     """Computes consecutive layers, of micro-batches that go through those of all ranks."""
 
     computes_whole_model = False
+    sampler_class = GlobalSampler
     gradients: StageGradients
 
     def _prepare(self) -> None:
@@ -59,15 +60,6 @@ class PipelineEngine(Engine):
             is_mixed=len(set(world.kinds)) > 1,
             begins=self._begins,
             ends=self._pace.catch_up,
-        )
-
-    def _make_sampler(self) -> LoadAdaptiveSampler:
-        return GlobalSampler(
-            self._setup.train,
-            self.plan.batch_sizes,
-            shuffle=self._task.shuffles,
-            seed=self._config.seed,
-            min_batch=self.plan.min_batch,
         )
 
     def _make_gradients(self) -> StageGradients:
