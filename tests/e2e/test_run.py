@@ -26,7 +26,8 @@ pair = dist.new_group([0, 1], backend="gloo")
 connections = psutil.Process().net_connections("tcp")
 ports = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
 torch_listens = int(os.environ["MASTER_PORT"]) in ports
-print(dist.get_backend(), int(tensor[0]), sys.argv[1:], "torch listens:", torch_listens)
+line = f"{dist.get_backend()} {int(tensor[0])} {sys.argv[1:]} torch listens: {torch_listens}"
+os.write(1, f"{line}\\n".encode())  # at once, so that ranks' words are not mixed
 dist.destroy_process_group()
 sys.exit(options.exit if os.environ["RANK"] == "1" else 0)
 """

@@ -155,7 +155,13 @@ class HostOperations:
         size.view(torch.int64).fill_(nbytes if self.rank == root else -1)
         if self.rank == root:
             content.copy_(to_host(tensor).view(-1).view(torch.uint8))
-        self._complete(self._comm.Ibcast(as_raw_buffer(message), root), message)
+        try:
+            self._complete(self._comm.Ibcast(as_raw_buffer(message), root), message)
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_OTHER:
+                raise
+            # MPICH compares what arrives with what is expected, and on several ranks says no more.
+            raise CollectiveError(pairwise.DIFFERENT_SIZES) from error
         if self.rank != root:
             if size.view(torch.int64).item() != nbytes:
                 raise CollectiveError(pairwise.DIFFERENT_SIZES)
