@@ -77,6 +77,16 @@ def different_sizes_error(error: Exception) -> CollectiveError | None:
     return CollectiveError(DIFFERENT_SIZES)
 
 
+def broadcast_error(error: Exception) -> CollectiveError | None:
+    """Return the error to raise if the root's message had another size, else None.
+
+    MPICH compares the two on three ranks and more, but names no reason (`MPI_ERR_OTHER`).
+    """
+    if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_OTHER:
+        return None
+    return CollectiveError(DIFFERENT_SIZES)
+
+
 def reduce_scatter(
     comm: MPI.Comm, result: torch.Tensor, pieces: Sequence[torch.Tensor], op: Reduction
 ) -> None:

@@ -157,11 +157,10 @@ class HostOperations:
             content.copy_(to_host(tensor).view(-1).view(torch.uint8))
         try:
             self._complete(self._comm.Ibcast(as_raw_buffer(message), root), message)
-        except MPI.Exception as error:
-            if error.Get_error_class() != MPI.ERR_OTHER:
+        except Exception as error:
+            if (unlike := pairwise.broadcast_error(error)) is None:
                 raise
-            # MPICH compares what arrives with what is expected, and on several ranks says no more.
-            raise CollectiveError(pairwise.DIFFERENT_SIZES) from error
+            raise unlike from error
         if self.rank != root:
             if size.view(torch.int64).item() != nbytes:
                 raise CollectiveError(pairwise.DIFFERENT_SIZES)
