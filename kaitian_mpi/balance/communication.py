@@ -126,17 +126,17 @@ def _within_groups(
     for kind, ranks in wanted.items():
         if ranks == 1:
             continue
-        known = max(_alone(measured, kind), key=lambda entry: entry.ranks, default=None)
-        if known is None:
+        closest = max(_alone(measured, kind), key=lambda entry: entry.ranks, default=None)
+        if closest is None:
             several = [entry for entry in measured if entry.ranks > 1]
             if not several:
                 raise _not_measured(f"inside {kind}")
-            known = max(several, key=lambda entry: entry.cost.seconds(_BUCKET_BYTES))
+            closest = max(several, key=lambda entry: entry.cost.seconds(_BUCKET_BYTES))
         # A ring moves 2(n-1)/n of the bytes.
-        calls = math.log2(ranks) / math.log2(known.ranks)
-        moved = (1 - 1 / ranks) / (1 - 1 / known.ranks)
-        latency_sec = max(latency_sec, known.cost.latency_sec * calls)
-        sec_per_byte = max(sec_per_byte, known.cost.sec_per_byte * moved)
+        calls = math.log2(ranks) / math.log2(closest.ranks)
+        moved = (1 - 1 / ranks) / (1 - 1 / closest.ranks)
+        latency_sec = max(latency_sec, closest.cost.latency_sec * calls)
+        sec_per_byte = max(sec_per_byte, closest.cost.sec_per_byte * moved)
     return AllreduceCost(latency_sec, sec_per_byte)
 
 

@@ -178,12 +178,12 @@ class _RankTimes:
     def cost(self) -> RankCost:
         """Return the cost fitted to the times so far, at least one."""
         well_timed = {b: times for b, times in self.times.items() if len(times) >= _MIN_STEPS}
-        known = well_timed or self.times
-        seconds = [_mean_of_middle_half(times) for times in known.values()]
+        step_times = well_timed or self.times
+        seconds = [_mean_of_middle_half(times) for times in step_times.values()]
         errors = [self._noise() * sec for sec in seconds]
-        counts = [len(times) for times in known.values()]
+        counts = [len(times) for times in step_times.values()]
         # The assumption about alpha counts as if a step without samples had been measured.
-        batch_sizes = [*known, 0]
+        batch_sizes = [*step_times, 0]
         errors.append(_ALPHA_ERROR * seconds[0])
         counts.append(1)
         seconds.append(_USUAL_ALPHA * seconds[0])

@@ -138,7 +138,7 @@ class Placements:
         count = len(moves[0][0])
         if not count:
             return np.zeros(0)
-        work, tokens, update = (np.repeat(each, count, axis=0) for each in base[:3])
+        work, tokens, update = (np.repeat(load, count, axis=0) for load in base[:3])
         at = np.arange(count)
         for numbers, sources, targets in moves:
             where = self._job.mixtures[numbers] if mixture is None else 0

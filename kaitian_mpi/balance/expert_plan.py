@@ -60,14 +60,14 @@ def place_experts(
     for rounds in _ROUNDS:
         if rounds > 1 and (job.is_whole or rounds * job.min_batch > job.global_batch):
             break
-        found = _Search(job, rounds, owners, mirrors).run()
-        if found is None:
+        placement = _Search(job, rounds, owners, mirrors).run()
+        if placement is None:
             continue
         is_second = best is not None
-        if best is None or found.step_sec < best.step_sec:
-            best = found
+        if best is None or placement.step_sec < best.step_sec:
+            best = placement
         # With less memory for activations at once, experts may be elsewhere.
-        if is_second or has_spare(job, found):
+        if is_second or has_spare(job, placement):
             break
     if best is None:
         raise UserError(too_large(job))
@@ -160,9 +160,9 @@ class _Search:
         job = self._job
         count, total = len(job.ranks), job.global_batch
         if job.batch_sizes:
-            given = np.array(job.batch_sizes, dtype=int)
-            if (sample_bytes(job, given, self._rounds) <= self._free).all():
-                yield given
+            planned_rows = np.array(job.batch_sizes, dtype=int)
+            if (sample_bytes(job, planned_rows, self._rounds) <= self._free).all():
+                yield planned_rows
             return
         speeds = [1 / rank.cost.seconds(max(1, total // count)) for rank in job.ranks]
         busiest = [
@@ -284,10 +284,10 @@ class _Search:
             return self._placements.step(owners, rows), owners, rows
         step, owners, rows = self._take_turns(owners, rows)
         for _ in range(_TURNS):
-            found = self._joint(owners, rows, step)
-            if found is None:
+            improved = self._joint(owners, rows, step)
+            if improved is None:
                 break
-            step, owners, rows = found
+            step, owners, rows = improved
         return step, owners, rows
 
     def _take_turns(

@@ -335,7 +335,9 @@ class ExpertTimes:
             receive = received * (fraction[:, None, :] * busy.T).sum(-1)[:, None, :]
             seconds.append((send, receive))
         (send, receive), across = seconds
-        node_send, node_receive = ((each[:, :, None, :] * self._node_of).sum(-1) for each in across)
+        node_send, node_receive = (
+            (rank_sec[:, :, None, :] * self._node_of).sum(-1) for rank_sec in across
+        )
         copies = _WAYS * (send + receive) * self._copying
         inside = np.where(self._copying > 0, 0.0, np.maximum(send, receive))
         busiest = inside + np.maximum(node_send, node_receive)
@@ -353,8 +355,8 @@ def limit_rows(job: ExpertsJob, rounds: int) -> np.ndarray:
 
 def activation_bytes(job: ExpertsJob, rounds: int) -> np.ndarray:
     """Return the bytes of each expert on its rank: also of its tokens' activations."""
-    kept = np.array([expert.kept_bytes for expert in job.experts], dtype=float)
-    return job.held_bytes + kept * np.ceil(job.kept_counts / rounds)
+    token_bytes = np.array([expert.kept_bytes for expert in job.experts], dtype=float)
+    return job.held_bytes + token_bytes * np.ceil(job.kept_counts / rounds)
 
 
 def sample_bytes(job: ExpertsJob, rows: np.ndarray, rounds: int) -> np.ndarray:

@@ -129,17 +129,17 @@ class PipelineJob:
     def sums(self) -> list[tuple[list[float], list[float]]]:
         """By rank, cumulative seconds before each layer: per micro-batch, and per sample."""
         sums: list[tuple[list[float], list[float]]] = []
-        known: dict[Any, tuple[list[float], list[float]]] = {}  # most ranks are alike
+        sums_by_facts: dict[Any, tuple[list[float], list[float]]] = {}  # most ranks are alike
         for facts in self.ranks:
             key = (facts.fixed_sec, facts.sample_sec, facts.copy_sec_per_byte)
-            if key not in known:
+            if key not in sums_by_facts:
                 # All micro-batches of a step but the first add to existing gradients.
                 add_sec = [layer.trained_bytes * facts.copy_sec_per_byte for layer in self.layers]
                 first_sec = [seconds / self.global_batch for seconds in add_sec]
                 fixed = itertools.accumulate(map(add, facts.fixed_sec, add_sec), initial=0.0)
                 sample = itertools.accumulate(map(sub, facts.sample_sec, first_sec), initial=0.0)
-                known[key] = (list(fixed), list(sample))
-            sums.append(known[key])
+                sums_by_facts[key] = (list(fixed), list(sample))
+            sums.append(sums_by_facts[key])
         return sums
 
     def seconds(self, rank: int, begin: int, end: int, samples: float) -> float:

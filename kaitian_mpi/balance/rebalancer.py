@@ -258,9 +258,9 @@ class SpeedMonitors:
 
     def _noise(self) -> np.ndarray:
         """Return the standard deviation of each rank's steps, robust to changes of speed."""
-        known = self._differences.counts >= _NEWEST
+        has_noise = self._differences.counts >= _NEWEST
         noise = self._differences.medians() / MEDIAN_DIFFERENCE
-        return np.where(known, noise, _INITIAL_NOISE)
+        return np.where(has_noise, noise, _INITIAL_NOISE)
 
     def _have_changed(self) -> np.ndarray:
         deviations = self._logs.newest(_NEWEST) - self._logs.medians(_NEWEST)[:, None]

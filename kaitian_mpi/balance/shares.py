@@ -98,8 +98,8 @@ def split_cohorts(
     """
     alpha = costs.alpha_sec
     beta = costs.beta_sec
-    known = (alpha >= 0) & (beta > 0) & np.isfinite(alpha + beta)  # False for NaN
-    if not (known & (costs.largest_micro_batch >= 1)).all():
+    is_valid = (alpha >= 0) & (beta > 0) & np.isfinite(alpha + beta)  # False for NaN
+    if not (is_valid & (costs.largest_micro_batch >= 1)).all():
         raise ValueError("each cost must be finite, with beta_sec above 0 and a limit of 1 or more")
     limit = np.full(len(ranks), total) if most is None else np.minimum(most, total)
     if not least * ranks.sum() <= total <= (limit * ranks).sum():

@@ -83,7 +83,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def plan(options: argparse.Namespace) -> list[str]:
     """Return mpirun's command; ask its hosts whether it can start, unless it is only printed."""
-    given = read_environments(options.file)
+    environments = read_environments(options.file)
     launcher = parse_launcher(options.command)
     program = PurePath(*launcher.arguments[:1]).name
     flags: Sequence[str] = launcher.arguments[1:]
@@ -91,11 +91,12 @@ def plan(options: argparse.Namespace) -> list[str]:
         from kaitian_mpi.cli.run import own_flags
 
         flags = own_flags(flags)
-    check_devices(program, flags, given)
-    words, hosts = expand(launcher, read_hosts(launcher)[0], given)
+    check_devices(program, flags, environments)
+    words, hosts = expand(launcher, read_hosts(launcher)[0], environments)
     if not options.print:
         pythons = {
-            host.name: interpreters_of(given, host.name) or [sys.executable] for host in hosts
+            host.name: interpreters_of(environments, host.name) or [sys.executable]
+            for host in hosts
         }
         check_hosts(find_agent(launcher, os.environ), hosts, pythons)
     return words

@@ -95,12 +95,12 @@ class OneLineParser(argparse.ArgumentParser):
     def shows_help(self, arguments: Sequence[str]) -> bool:
         """Return whether arguments ask for help or the version; print it, on the first rank."""
         self.complete()
-        asked = {"-h", "--help", "--version"} & set(arguments)
-        if asked and read_launch(os.environ).world_rank == 0:
+        help_flags = {"-h", "--help", "--version"} & set(arguments)
+        if help_flags and read_launch(os.environ).world_rank == 0:
             print_text(
-                f"{self.prog} {__version__}" if asked == {"--version"} else self.format_help()
+                f"{self.prog} {__version__}" if help_flags == {"--version"} else self.format_help()
             )
-        return bool(asked)
+        return bool(help_flags)
 
     def error(self, message: str) -> NoReturn:
         """Raise the error as a `UserError`."""
@@ -110,8 +110,10 @@ class OneLineParser(argparse.ArgumentParser):
         """Return the flag that was probably meant by an unknown one."""
         _, unknown, words = message.partition("unrecognized arguments: ")
         flag = next((word for word in words.split() if word.startswith("-")), "").partition("=")[0]
-        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        close = difflib.get_close_matches(flag, known, n=1, cutoff=_SIMILAR) if unknown else []
+        parser_flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        close = (
+            difflib.get_close_matches(flag, parser_flags, n=1, cutoff=_SIMILAR) if unknown else []
+        )
         return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -231,14 +233,14 @@ def parse_settings(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     # argparse sets a default only if the namespace has no value yet.
     unset = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))
     chosen = vars(parser.parse_args(arguments, unset))
-    given = {name: chosen[name] for name in FIELDS if chosen.get(name) is not None}
+    from_flags = {name: chosen[name] for name in FIELDS if chosen.get(name) is not None}
     others = argparse.Namespace(**{name: chosen[name] for name in chosen.keys() - FIELDS.keys()})
-    in_file = read_config_file(given["config"]) if given.get("config") else {}
-    task = given.get("task", in_file.get("task"))
-    by_set, table = _sort_set(given.pop("set", []), bool(task))
-    if twice := sorted(by_set.keys() & given.keys()):
+    in_file = read_config_file(from_flags["config"]) if from_flags.get("config") else {}
+    task = from_flags.get("task", in_file.get("task"))
+    by_set, table = _sort_set(from_flags.pop("set", []), bool(task))
+    if twice := sorted(by_set.keys() & from_flags.keys()):
         raise UserError(f"--set and {flag_name(twice[0])} set the same; give only one of them")
-    settings = {**in_file, **given, **by_set}
+    settings = {**in_file, **from_flags, **by_set}
     for name in _NOT_EMPTY:  # such as the value of a shell's variable that is not set
         if settings.get(name) == "" and name not in in_file:
             raise UserError(f"{flag_name(name)} has an empty value; give one, or omit it")
@@ -257,13 +259,13 @@ def read_config_file(path: str) -> dict[str, Any]:
     """
     from kaitian_mpi.supervise.environments import read_toml
 
-    known = FIELDS.keys() - {"config"}
+    names = FIELDS.keys() - {"config"}
     settings: dict[str, Any] = {}
     for key, value in read_toml("--config", path).items():
         name = key.replace("-", "_")
-        if name not in known:
+        if name not in names:
             raise UserError(
-                f"--config {path}: there is no setting {key!r}{_hint(name, known)}; write a flag "
+                f"--config {path}: there is no setting {key!r}{_hint(name, names)}; write a flag "
                 "of kaitian-train without its --"
             )
         if name in settings:

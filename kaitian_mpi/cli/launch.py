@@ -43,16 +43,16 @@ def start_mpirun(program: str, arguments: Sequence[str], chosen: argparse.Namesp
         UserError: mpirun cannot be started, or has started this process.
     """
     values = ((flag, getattr(chosen, name)) for name, flag in _FLAGS.items())
-    given = [flag for flag, value in values if value is not None and value is not False]
+    launch_flags = [flag for flag, value in values if value is not None and value is not False]
     if find_launch(os.environ) or any(name in os.environ for name in RANKS_OF_OTHER_LAUNCHERS):
         raise UserError(
-            f"{given[0]} starts mpirun, but this process is a rank already: "
+            f"{launch_flags[0]} starts mpirun, but this process is a rank already: "
             "remove it, or the launcher before the command (mpirun, srun)"
         )
     if chosen.hostfile == "":
         raise UserError("--hostfile has an empty value; name a file, or omit it")
     if chosen.ranks is None and not chosen.hostfile:
-        raise UserError(f"{given[0]} requires -n; write the number of ranks, as in -n 4")
+        raise UserError(f"{launch_flags[0]} requires -n; write the number of ranks, as in -n 4")
     _start(program, arguments, chosen)
 
 

@@ -228,8 +228,8 @@ def show(measured: Measurements, job: SubsetForecasts) -> None:
         show_table(table[0], table[1:])
     for kind in guessed_kinds(measured.allreduces, job.world):
         print(f"note: only one rank of {kind} was measured: its allreduce is assumed to be slow")
-    known = [entry.ranks_per_kind.keys() for entry in measured.allreduces]
-    if any(len(kinds) > 1 and {*kinds} not in known for kinds in job.forecasts):
+    measured_kinds = [entry.ranks_per_kind.keys() for entry in measured.allreduces]
+    if any(len(kinds) > 1 and {*kinds} not in measured_kinds for kinds in job.forecasts):
         print("note: some of these kinds were measured only among more: that allreduce is assumed")
 
 

@@ -69,10 +69,12 @@ def requested_ranks(parsed: Parsed) -> list[RanksAlike]:
     chosen = parsed.others
     if find_launch(os.environ):
         raise UserError("--memory starts no ranks; remove mpirun (or srun) before the command")
-    given = [flag_name(name) for name in _OF_RANKS if name in parsed.settings]
-    given += [f"--{name}" for name in ("world", "save") if getattr(chosen, name) is not None]
-    if given:
-        raise UserError(f"{given[0]} cannot be combined with --memory, which measures nothing")
+    other_flags = [flag_name(name) for name in _OF_RANKS if name in parsed.settings]
+    other_flags += [f"--{name}" for name in ("world", "save") if getattr(chosen, name) is not None]
+    if other_flags:
+        raise UserError(
+            f"{other_flags[0]} cannot be combined with --memory, which measures nothing"
+        )
     ranks = parse_ranks(chosen.memory)
     if chosen.ranks is None and not chosen.hostfile:
         return ranks
@@ -129,8 +131,8 @@ def devices_of(ranks: Sequence[RanksAlike], world: World) -> list[DeviceMemory]:
     used: dict[str, int] = {}
     devices = []
     for entry in ranks:
-        known = kinds.devices.get(entry.kind)
-        is_on_host = known is not None and known.is_host
+        device = kinds.devices.get(entry.kind)
+        is_on_host = device is not None and device.is_host
         for _ in range(entry.number):
             memory_bytes = entry.memory_bytes
             if memory_bytes is None:
@@ -138,8 +140,8 @@ def devices_of(ranks: Sequence[RanksAlike], world: World) -> list[DeviceMemory]:
                 used[entry.kind] = index + 1
                 if is_on_host:
                     memory_bytes = world.device_kind.memory_limit_bytes(0, on_cpu)
-                elif known is not None and index < kinds.counts[entry.kind]:
-                    memory_bytes = known.memory_bytes(index)
+                elif device is not None and index < kinds.counts[entry.kind]:
+                    memory_bytes = device.memory_bytes(index)
                 else:
                     raise UserError(
                         f"--memory: this machine has {kinds.counts.get(entry.kind, 0)} devices of "

@@ -73,8 +73,8 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
     if launch.local_size < launch.world_size:
         load_torch(launch)  # while the other hosts' ranks are started
     comm = initialize_mpi_on(config.network_interface)
-    given = given_emulation(config.emulate_kinds, config.emulate_slowdown)
-    emulation = read_emulation(gather_values(comm, given))
+    settings = given_emulation(config.emulate_kinds, config.emulate_slowdown)
+    emulation = read_emulation(gather_values(comm, settings))
     kinds = emulation.kinds
     slowdown = emulation.slowdown
     config = replace(config, emulate_kinds=kinds, emulate_slowdown=slowdown)

@@ -366,7 +366,7 @@ def make_config(config: TrainingConfig | None, settings: dict[str, Any]) -> Trai
     }
     for name in settings.keys() - defaults.keys():
         raise UserError(f"Training has no setting {name!r}; it has {', '.join(sorted(defaults))}")
-    given = {name: defaults[name] if value is None else value for name, value in settings.items()}
+    changed = {name: defaults[name] if value is None else value for name, value in settings.items()}
     if config is not None and not isinstance(config, TrainingConfig):
         raise UserError(
             f"Training: config is a {type(config).__name__} and must be a TrainingConfig; give "
@@ -374,9 +374,9 @@ def make_config(config: TrainingConfig | None, settings: dict[str, Any]) -> Trai
         )
     try:
         if config is None:
-            check_given(given)
-            return TrainingConfig(**given)
-        return dataclasses.replace(config, **given)
+            check_given(changed)
+            return TrainingConfig(**changed)
+        return dataclasses.replace(config, **changed)
     except UserError as error:  # a script has settings by name, and no flags
         raise UserError(_with_setting_names(str(error))) from None
 

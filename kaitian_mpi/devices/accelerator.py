@@ -109,10 +109,10 @@ class Accelerator(Device):
         """
         faults = []
         for name, off in self.error_handling().items():
-            given = os.environ.setdefault(name, off[0])
-            if given.strip().lower() not in off:
+            value = os.environ.setdefault(name, off[0])
+            if value.strip().lower() not in off:
                 faults.append(
-                    f"{name}={given} lets torch end or delay the ranks that survive a loss; "
+                    f"{name}={value} lets torch end or delay the ranks that survive a loss; "
                     "unset it"
                 )
         return faults
@@ -211,9 +211,9 @@ class Accelerator(Device):
             tensor.record_stream(stream)
         except NotImplementedError:  # some plug-ins lack it
             end = stream.record_event()  # after all uses of the tensors kept before
-            kept = [(t, s, end if e is None and s == stream else e) for t, s, e in self._kept]
-            kept = [(t, s, e) for t, s, e in kept if e is None or not e.query()]
-            self._kept = (*kept, (tensor, stream, None))
+            pending = [(t, s, end if e is None and s == stream else e) for t, s, e in self._kept]
+            pending = [(t, s, e) for t, s, e in pending if e is None or not e.query()]
+            self._kept = (*pending, (tensor, stream, None))
 
     def random_state(self, index: int) -> torch.Tensor | None:
         state: torch.Tensor = self._call("get_rng_state", index)
@@ -276,12 +276,12 @@ class Accelerator(Device):
     def _host_index(self, index: int) -> str:
         """Return the device's index on the host, by the variables that limit what is visible."""
         for name in self.visibility:
-            given = os.environ.get(name, "")
-            listed = [entry.strip() for entry in given.split(",")]
-            if given and index < len(listed) and all(entry.isdigit() for entry in listed):
+            visible = os.environ.get(name, "")
+            listed = [entry.strip() for entry in visible.split(",")]
+            if visible and index < len(listed) and all(entry.isdigit() for entry in listed):
                 return listed[index]
-            if given:
-                return f"{index} of {given}"
+            if visible:
+                return f"{index} of {visible}"
         return str(index)
 
 

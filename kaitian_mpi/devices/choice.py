@@ -163,13 +163,13 @@ def declines_library(vendor_library: bool, environ: Mapping[str, str]) -> bool:
     Raises:
         UserError: the variable is neither 0 nor 1.
     """
-    given = environ.get(LIBRARY_VARIABLE, "").strip()
-    if given not in ("", "0", "1"):
+    text = environ.get(LIBRARY_VARIABLE, "").strip()
+    if text not in ("", "0", "1"):
         raise UserError(
-            f"{LIBRARY_VARIABLE} is {given!r}; set it to 0, so that no vendor's library is used, "
+            f"{LIBRARY_VARIABLE} is {text!r}; set it to 0, so that no vendor's library is used, "
             "or to 1"
         )
-    return given == "0" or not vendor_library
+    return text == "0" or not vendor_library
 
 
 def hide_accelerators(request: str, local_rank: int, local_size: int) -> dict[str, str]:

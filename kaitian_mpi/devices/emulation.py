@@ -91,9 +91,9 @@ def given_emulation(kinds: str, slowdown: str) -> list[str]:
 
 def read_emulation(ranks: Sequence[Sequence[str]]) -> Emulation:
     """Return the emulation from every rank's `given_emulation`, which may be empty on some."""
-    given = zip(*ranks, strict=True)
+    by_setting = zip(*ranks, strict=True)
     try:
-        kinds, slowdown = map(_agreed, (KINDS_FLAG, SLOWDOWN_FLAG), given)
+        kinds, slowdown = map(_agreed, (KINDS_FLAG, SLOWDOWN_FLAG), by_setting)
         size = len(ranks)
         return Emulation(kinds, slowdown, parse_kinds(kinds, size), parse_slowdown(slowdown, size))
     except UserError as error:  # every rank has the same values
@@ -101,11 +101,11 @@ def read_emulation(ranks: Sequence[Sequence[str]]) -> Emulation:
 
 
 def _agreed(flag: str, values: Sequence[str]) -> str:
-    given = list(dict.fromkeys(filter(None, values)))
-    if len(given) > 1:
-        shown = ", ".join(f"{value!r} on rank {values.index(value)}" for value in given)
+    different = list(dict.fromkeys(filter(None, values)))
+    if len(different) > 1:
+        shown = ", ".join(f"{value!r} on rank {values.index(value)}" for value in different)
         raise UserError(f"{flag} differs between ranks: {shown}; give every rank the same")
-    return given[0] if given else ""
+    return different[0] if different else ""
 
 
 def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
@@ -113,8 +113,8 @@ def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
     if not text:
         return ()
     labels = tuple(label.strip() for label in text.split(","))
-    given = [label for label in labels if label]
-    for label in given:
+    named = [label for label in labels if label]
+    for label in named:
         # Labels become part of file names, tables and the lists of other flags.
         if not re.fullmatch(r"[\w.+-]+", label, re.ASCII):
             raise UserError(
@@ -126,7 +126,7 @@ def parse_kinds(text: str, world_size: int) -> tuple[str, ...]:
     if len(labels) != world_size:
         raise UserError(
             f"{KINDS_FLAG} {text}: give one kind per rank; mpirun has started {world_size}, and "
-            f"there are {len(given)}"
+            f"there are {len(named)}"
         )
     return labels
 

@@ -64,11 +64,11 @@ def import_torch() -> None:
 @contextlib.contextmanager
 def _kept_variable() -> Iterator[None]:
     """Restore `AUTOLOAD` after the block, unless the block raises."""
-    given = os.environ.get(AUTOLOAD)
+    previous_value = os.environ.get(AUTOLOAD)
     yield
     os.environ.pop(AUTOLOAD, None)
-    if given is not None:
-        os.environ[AUTOLOAD] = given
+    if previous_value is not None:
+        os.environ[AUTOLOAD] = previous_value
 
 
 def is_installed(plugin: str) -> bool:

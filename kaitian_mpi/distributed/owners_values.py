@@ -253,9 +253,9 @@ class OwnersValues:
 
         For example, a script may keep the result of `state_dict` or `data`.
         """
-        known = dict.fromkeys(self._trained.values(), 1)
+        tensor_counts = dict.fromkeys(self._trained.values(), 1)
         for part, target in self._targets.items():
             parameter = self._parameters[part.parameter]
-            if target is not parameter and parameter in known:
-                known[parameter] += 1
-        return any(memory_users(parameter) > count for parameter, count in known.items())
+            if target is not parameter and parameter in tensor_counts:
+                tensor_counts[parameter] += 1
+        return any(memory_users(parameter) > count for parameter, count in tensor_counts.items())

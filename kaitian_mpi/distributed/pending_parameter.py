@@ -106,9 +106,9 @@ def needs_no_values(function: Any) -> bool:
 
 def pending_in(arguments: Any) -> list[PendingParameter]:
     """Return the pending parameters among a function's arguments."""
-    found: list[PendingParameter] = []
-    _find_pending(arguments, found)
-    return found
+    pending: list[PendingParameter] = []
+    _find_pending(arguments, pending)
+    return pending
 
 
 def _find_pending(value: Any, found: list[PendingParameter]) -> None:

@@ -77,8 +77,11 @@ def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
     from kaitian_mpi.distributed.creation import rendezvous
 
     # torch puts the script's `rank` and `world_size` arguments into the URL.
-    given = dict(parse_qsl(urlsplit(url).query))
-    rank, size = (int(given[name]) if name in given else None for name in ("rank", "world_size"))
+    url_arguments = dict(parse_qsl(urlsplit(url).query))
+    rank, size = (
+        int(url_arguments[name]) if name in url_arguments else None
+        for name in ("rank", "world_size")
+    )
     for result in rendezvous(rank, size, options.get("timeout")):
         register()  # a plug-in of torch may have been imported with the devices
         yield result
@@ -119,9 +122,9 @@ def _shared(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
 
     @functools.wraps(ours)
     def shared(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        operations = given.get("p2p_op_list")
-        group = operations[0].group if operations else given.get("group")
+        call_arguments = signature.bind(*args, **kwargs).arguments
+        operations = call_arguments.get("p2p_op_list")
+        group = operations[0].group if operations else call_arguments.get("group")
         is_ours = dist.get_rank(group) >= 0 and dist.get_backend(group) == BACKEND
         return (ours if is_ours else theirs)(*args, **kwargs)
 
@@ -136,6 +139,6 @@ def _torchs_own(name: str) -> Any:
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
     tree.body = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
-    made: dict[str, Any] = {}
-    exec(compile(tree, module.__file__, "exec", dont_inherit=True), vars(module), made)  # noqa: S102
-    return made[name]
+    namespace: dict[str, Any] = {}
+    exec(compile(tree, module.__file__, "exec", dont_inherit=True), vars(module), namespace)  # noqa: S102
+    return namespace[name]

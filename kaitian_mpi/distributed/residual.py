@@ -102,9 +102,9 @@ class Residuals:
             self._fill(residual, places)
 
     def _fill(self, residual: Residual, places: Mapping[str, slice]) -> None:
-        known = [name for name in places if name in self._waiting]
-        value = torch.zeros(residual.count) if known else None
-        for name in known:
+        restored = [name for name in places if name in self._waiting]
+        value = torch.zeros(residual.count) if restored else None
+        for name in restored:
             assert value is not None
             value[places[name]] = self._waiting.pop(name)
         residual.restore(value)

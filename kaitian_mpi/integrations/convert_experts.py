@@ -57,10 +57,10 @@ def convert_experts(model: nn.Module) -> nn.Module:
     """
     if not any(_is_stacked(module) or _is_converted(module) for module in model.modules()):
         others = {type(module).__name__ for module in model.modules() if hasattr(module, "experts")}
-        found = f"; its {', '.join(sorted(others))} is not" if others else ""
+        others_text = f"; its {', '.join(sorted(others))} is not" if others else ""
         raise UserError(
             f"convert_experts: {type(model).__name__} has no block that can be converted: those of "
-            f"Mixtral, Qwen2-MoE and Qwen3-MoE of transformers 5 can{found}"
+            f"Mixtral, Qwen2-MoE and Qwen3-MoE of transformers 5 can{others_text}"
         )
     return _replace(model, _is_stacked, _check, SparseBlock)
 
@@ -164,9 +164,9 @@ class SparseBlock(Experts):
             block.shared_expert_gate = self.shared_expert_gate
         experts: list[Any] = list(self.experts)
         block.experts.gate_up_proj = _stack(
-            [(each.gate.weight, each.up.weight) for each in experts]
+            [(expert.gate.weight, expert.up.weight) for expert in experts]
         )
-        block.experts.down_proj = _stack([(each.down.weight,) for each in experts])
+        block.experts.down_proj = _stack([(expert.down.weight,) for expert in experts])
         block.train(self.training)
         return block  # type: ignore[no-any-return]
 
@@ -215,7 +215,7 @@ class SparseExpert(nn.Module):
     def is_as_made(self) -> bool:
         """Return whether its matrices are those of plain linear layers."""
         matrices = (self.gate, self.up, self.down)
-        return all(type(each) is nn.Linear and _is_plain(each.weight) for each in matrices)
+        return all(type(linear) is nn.Linear and _is_plain(linear.weight) for linear in matrices)
 
 
 def _is_stacked(module: nn.Module) -> bool:
@@ -304,7 +304,7 @@ def _replace(
     # Nothing here refers to a module that is replaced, so that its memory is free for the next.
     for shared in places.values():
         parent, name = shared[0]
-        made = make(getattr(parent, name))
+        replacement = make(getattr(parent, name))
         for parent, name in shared:
-            setattr(parent, name, made)
+            setattr(parent, name, replacement)
     return model

@@ -47,7 +47,7 @@ class Outputs:
 
     def _first_after(self, node: Any, among: Mapping[Edge, int] | None = None) -> dict[Edge, int]:
         """Return the outputs that a node's gradients reach first, perhaps only `among` some."""
-        known = self._lengths if among is None else among
+        outputs = self._lengths if among is None else among
         lengths: dict[Edge, int] = {}
         left = [*_edges_after(node)]
         seen = set[Edge]()
@@ -56,8 +56,8 @@ class Outputs:
             if edge in seen:
                 continue
             seen.add(edge)
-            if edge in known:
-                lengths[edge] = known[edge]
+            if edge in outputs:
+                lengths[edge] = outputs[edge]
             else:
                 left += _edges_after(edge[0])
         return lengths
@@ -97,7 +97,10 @@ def _has_terms_between(loss: torch.Tensor, lengths: Mapping[Edge, int], rows: in
     edges = [GradientEdge(*edge) for edge in lengths]
     with torch.enable_grad():
         gradients = torch.autograd.grad(loss, edges, create_graph=True, materialize_grads=True)
-        parts = [_first_half(*each, rows) for each in zip(gradients, lengths.values(), strict=True)]
+        parts = [
+            _first_half(gradient, length, rows)
+            for gradient, length in zip(gradients, lengths.values(), strict=True)
+        ]
         return all(
             _depends_on_others(edges, gradients, [part[order] for part in parts])
             for order in (0, 1)

@@ -65,16 +65,16 @@ class StreamReader:
             self._epoch = request.epoch
             self._rows = iter(self.stream)
             self._first = []
-        wanted = sum(request.shares)
-        rows = list(itertools.islice(self._rows, wanted))
-        if len(rows) < wanted:
+        row_count = sum(request.shares)
+        rows = list(itertools.islice(self._rows, row_count))
+        if len(rows) < row_count:
             self._rows = iter(())
             rows = [] if self._drop_last else rows
         self._first = self._first or rows
-        is_padded = request.is_padded and 0 < len(rows) < wanted
+        is_padded = request.is_padded and 0 < len(rows) < row_count
         if is_padded:
             repeated = itertools.chain(rows, itertools.cycle(self._first))
-            rows = list(itertools.islice(repeated, wanted))
+            rows = list(itertools.islice(repeated, row_count))
         shares = divide_rows(request.shares, request.min_batch, len(rows))
         start = sum(shares[: request.rank])
         rank_rows = rows[start : start + shares[request.rank]]
@@ -106,13 +106,13 @@ class _StreamEpoch:
 
     def __init__(self, number: int, shares: list[int]) -> None:
         self.number = number
-        self.answered = 0  # requests
-        self.taken = 0  # batches
+        self.requests_answered = 0
+        self.batches_taken = 0
         self._plans = [(0, shares)]  # with the first request of each
 
     def change(self, shares: list[int], ahead: int) -> None:
         """Let new shares hold after the requests that any rank may have made: `ahead` of this."""
-        self._plans.append((self.answered + ahead, shares))
+        self._plans.append((self.requests_answered + ahead, shares))
 
     def shares_of(self, request: int) -> list[int]:
         """Return the shares of a request, by its number."""
@@ -150,7 +150,7 @@ class PlannedStream(PlannedBatchSampler):
     def position(self) -> str:
         """Return which batch of this loader is the latest: a rank may have no more before it."""
         epoch = self._stream_epoch
-        return f"batch {epoch.taken} of iteration {epoch.number} over its part of a stream"
+        return f"batch {epoch.batches_taken} of iteration {epoch.number} over its part of a stream"
 
     def iterate(self, loader: DataLoader, iterate: Iterate) -> Iterator[Any]:
         """Yield the loader's batches; a new plan applies to those that are not asked for yet."""
@@ -173,7 +173,7 @@ class PlannedStream(PlannedBatchSampler):
                 rows = self._rows_of(answer)
                 if rows is None:
                     return
-                epoch.taken += 1
+                epoch.batches_taken += 1
                 if outer_rows is None:
                     self._planner.batch_taken(iteration, rows, answer.batch)
                 else:
@@ -209,7 +209,7 @@ class PlannedStream(PlannedBatchSampler):
         last = _RowsAnswer(0, 0, False, None)
         for _ in range(max(workers, 1)):  # they are asked in turn
             answer = _RowsAnswer(*next(answers))
-            epoch.answered += 1
+            epoch.requests_answered += 1
             if answer.all_ranks:
                 return answer
             last = answer if answer.batch is not None else last

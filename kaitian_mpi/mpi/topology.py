@@ -145,14 +145,14 @@ def agree_on_settings(comm: MPI.Comm, group_by: str = "auto") -> RelaySettings:
     if group_by == "auto":
         requested = os.environ.get(GROUP_VARIABLE, "").strip() or "auto"
     values = gather_values(comm, requested)
-    given = sorted({value for value in values if value != "auto"})
-    if len(given) > 1 or not {*given} <= {*GROUPINGS}:
+    groupings = sorted({value for value in values if value != "auto"})
+    if len(groupings) > 1 or not {*groupings} <= {*GROUPINGS}:
         given_by = join_errors([repr(value) if value != "auto" else "" for value in values])
         raise AgreedError(
             f"--group-by or {GROUP_VARIABLE} is {given_by}; give every rank the same, one of "
             f"{', '.join(GROUPINGS)}"
         )
-    return RelaySettings(group_by=given[0] if given else "auto")
+    return RelaySettings(group_by=groupings[0] if groupings else "auto")
 
 
 def shared_devices(infos: Sequence[RankInfo]) -> list[list[RankInfo]]:

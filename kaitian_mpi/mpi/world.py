@@ -152,8 +152,8 @@ def join_world(
     an `AgreedError` where any rank cannot have its device.
     """
     world_comm = track_comm(comm.Dup())
-    given = given_emulation(emulate_kinds, emulate_slowdown)
-    emulation = read_emulation(gather_values(world_comm, given))
+    settings = given_emulation(emulate_kinds, emulate_slowdown)
+    emulation = read_emulation(gather_values(world_comm, settings))
     relay = agree_on_settings(world_comm, group_by)
     device, index, info, shares = _take_device(world_comm, devices, share_device, emulation)
     facts = replace(collect(info.host, world_comm.rank), mpi=collect_mpi(world_comm))
@@ -204,24 +204,24 @@ def _take_device(
     launch = read_launch(os.environ)
     share = share or os.environ.get(SHARE_VARIABLE, "") == "1"
     with agree_on_errors(comm):
-        known = known_kinds()
-        seen = known.accelerators() if request == "auto" else {}
+        kinds = known_kinds()
+        seen = kinds.accelerators() if request == "auto" else {}
     node, inventories, share = _exchange_visible(comm, launch.local_rank, seen, share)
     with agree_on_errors(comm):
         choice = choose_device(
             request,
-            known.counts,
+            kinds.counts,
             launch.local_rank,
             launch.local_size,
             host,
-            known.unusable,
+            kinds.unusable,
             inventories=inventories if len(inventories) == launch.local_size else (),
             share=share,
         )
         if request == "auto" and launch.local_rank == 0:
-            for fault in known.faults.values():
+            for fault in kinds.faults.values():
                 _log.warning("%s", fault)
-        device = known.devices[choice.kind]
+        device = kinds.devices[choice.kind]
         index = choice.index
         device.select(index)
         device = emulation.wrap(device, comm.rank, str(device.torch_device(index)))

@@ -183,8 +183,9 @@ def check_sinks(sinks: Sequence[MetricsSink]) -> None:
     """Raise a `UserError` unless every sink is a `MetricsSink`."""
     for sink in sinks:
         if not isinstance(sink, MetricsSink):
-            given = f"the class {sink.__name__}" if isinstance(sink, type) else type(sink).__name__
+            is_class = isinstance(sink, type)
+            actual = f"the class {sink.__name__}" if is_class else type(sink).__name__
             raise UserError(
                 "Training(sinks=...) takes instances of subclasses of kaitian_mpi.MetricsSink, not "
-                f"{given}"
+                f"{actual}"
             )

@@ -191,8 +191,10 @@ class WandbSink(_Tracker):
         """Start or continue the run, on disk only if Weights & Biases cannot be reached."""
         import wandb
 
-        known = folder.read(_WANDB_ID)
-        run_id = known["id"] if known.get("project") == project else secrets.token_hex(8)
+        previous_run = folder.read(_WANDB_ID)
+        run_id = (
+            previous_run["id"] if previous_run.get("project") == project else secrets.token_hex(8)
+        )
         folder.write(_WANDB_ID, {"id": run_id, "project": project})
         entity, _, name = project.rpartition("/")
         supported = _SETTINGS.keys() & wandb.Settings.model_fields
@@ -253,10 +255,10 @@ class MlflowSink(_Tracker):
 
         where = {"experiment": experiment, "tracking_uri": _tracking_uri()}
         self._client = MlflowClient(where["tracking_uri"])
-        known = folder.read(_MLFLOW_ID)
-        self._run_id = str(known.pop("run_id", ""))
+        previous_run = folder.read(_MLFLOW_ID)
+        self._run_id = str(previous_run.pop("run_id", ""))
         self._last_step = -1
-        if known != where or not self._is_continued():
+        if previous_run != where or not self._is_continued():
             known_experiment = self._client.get_experiment_by_name(experiment)
             if known_experiment is None:
                 experiment_id = self._client.create_experiment(experiment)

@@ -82,11 +82,11 @@ def _check_mpi(job: JobFacts) -> Iterator[Verdict]:
     failed = [facts.faults["mpi"] for facts in job.ranks if "mpi" in facts.faults]
     for reason in dict.fromkeys(failed):
         yield problem_from(reason, "MPI cannot be used: ", _INSTALL)
-    known = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
-    if failed or not known:
+    mpi_by_rank = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
+    if failed or not mpi_by_rank:
         return
-    first = next(iter(known.values()))
-    others = {rank: mpi.threads for rank, mpi in known.items() if mpi.threads != "multiple"}
+    first = next(iter(mpi_by_rank.values()))
+    others = {rank: mpi.threads for rank, mpi in mpi_by_rank.items() if mpi.threads != "multiple"}
     if fault := different_mpi(first.launched, first.size, first.library, first.by_srun):
         yield problem(f"{fault[0]} ({first.library})", fault[1])
     elif first.launched < first.size:
@@ -104,12 +104,14 @@ def _check_mpi(job: JobFacts) -> Iterator[Verdict]:
 
 
 def _check_survival(job: JobFacts) -> Iterator[Verdict]:
-    known = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
-    if not known or job.mpirun is not None:
+    mpi_by_rank = {facts.rank: facts.mpi for facts in job.ranks if facts.mpi is not None}
+    if not mpi_by_rank or job.mpirun is not None:
         return
-    requested = {rank: "on" if mpi.survives_requested else "off" for rank, mpi in known.items()}
+    requested = {
+        rank: "on" if mpi.survives_requested else "off" for rank, mpi in mpi_by_rank.items()
+    }
     unavailable = [
-        rank for rank, mpi in known.items() if mpi.survives_requested and not mpi.survives
+        rank for rank, mpi in mpi_by_rank.items() if mpi.survives_requested and not mpi.survives
     ]
     if unavailable:
         yield problem(
@@ -124,7 +126,7 @@ def _check_survival(job: JobFacts) -> Iterator[Verdict]:
     elif "on" in requested.values():
         yield ok("fault tolerance is on")
     else:
-        advice = survival_advice(next(iter(known.values())).library)
+        advice = survival_advice(next(iter(mpi_by_rank.values())).library)
         yield ok(f"fault tolerance is off, the loss of a rank ends the job; {advice}")
 
 
@@ -148,11 +150,11 @@ def _check_cores(job: JobFacts) -> Iterator[Verdict]:
 
 def _check_ram(job: JobFacts) -> Iterator[Verdict]:
     for host, ranks in job.hosts.items():
-        known = [facts.devices for facts in ranks if facts.devices is not None]
-        if not known:
+        host_devices = [facts.devices for facts in ranks if facts.devices is not None]
+        if not host_devices:
             continue
-        free = min(devices.ram_free_bytes for devices in known)
-        text = f"{size_text(free)} of {size_text(known[0].ram_bytes)} free"
+        free = min(devices.ram_free_bytes for devices in host_devices)
+        text = f"{size_text(free)} of {size_text(host_devices[0].ram_bytes)} free"
         free_per_rank = free / len(ranks)
         if free_per_rank < _RAM_PER_RANK:
             is_bad = free_per_rank < _MIN_RAM_PER_RANK
@@ -181,9 +183,11 @@ def _check_devices(job: JobFacts) -> Iterator[Verdict]:
         if devices is not None and devices.error:
             where = f"{ranks_text([facts.rank])}: " if len(job.ranks) > 1 else ""
             yield problem_from(devices.error, where, "see docs/devices.md")
-    known = {facts.rank: facts.devices for facts in job.ranks if facts.devices is not None}
-    declining = [rank for rank, devices in known.items() if not devices.vendor_library]
-    yield from job_checks.check_libraries(map(_library_of, known.values()), declining)
+    devices_by_rank = {
+        facts.rank: facts.devices for facts in job.ranks if facts.devices is not None
+    }
+    declining = [rank for rank, devices in devices_by_rank.items() if not devices.vendor_library]
+    yield from job_checks.check_libraries(map(_library_of, devices_by_rank.values()), declining)
     for host, ranks in job.hosts.items():
         yield from _check_own_devices(host, ranks, uses_libraries=not declining)
         devices = ranks[0].devices
@@ -201,18 +205,18 @@ def _library_of(devices: Devices) -> str:
 def _check_own_devices(
     host: str, ranks: Sequence[RankFacts], uses_libraries: bool
 ) -> Iterator[Verdict]:
-    known = [facts.devices for facts in ranks if facts.devices is not None]
+    host_devices = [facts.devices for facts in ranks if facts.devices is not None]
     # A mismatch means several hosts of one name, as containers may have.
-    if len(known) != ranks[0].local_size or any(devices.shares for devices in known):
+    if len(host_devices) != ranks[0].local_size or any(devices.shares for devices in host_devices):
         return
-    if known[0].requested == "auto":
+    if host_devices[0].requested == "auto":
         try:
-            assign_devices([devices.seen for devices in known], host)
+            assign_devices([devices.seen for devices in host_devices], host)
         except UserError as error:
             yield problem_from(str(error))
         return
     users: dict[str, list[int]] = {}
-    for facts, devices in zip(ranks, known, strict=True):
+    for facts, devices in zip(ranks, host_devices, strict=True):
         if uses_libraries and _library_of(devices) and devices.physical_id:
             users.setdefault(f"{devices.kind} {devices.physical_id}", []).append(facts.rank)
     for device, sharing in users.items():

@@ -85,23 +85,23 @@ def _examine_devices(
     from kaitian_mpi.devices.cpu import available_bytes
     from kaitian_mpi.errors import UserError
 
-    known = known_kinds()
+    kinds = known_kinds()
     without_library = {
         name: fault
-        for name, device in known.devices.items()
-        if known.counts[name] and (fault := device.missing_library())
+        for name, device in kinds.devices.items()
+        if kinds.counts[name] and (fault := device.missing_library())
     }
     facts = Devices(
         kinds=tuple(
             Kind(
                 name=name,
-                count=known.counts[name],
+                count=kinds.counts[name],
                 is_host=device.is_host,
                 library=device.usable_library(),
             )
-            for name, device in known.devices.items()
+            for name, device in kinds.devices.items()
         ),
-        faults={**known.faults, **without_library},
+        faults={**kinds.faults, **without_library},
         requested=devices,
         shares=share,
         vendor_library=vendor_library,
@@ -110,8 +110,8 @@ def _examine_devices(
         drivers=loaded_drivers(),
     )
     try:
-        facts = replace(facts, seen=known.accelerators())
-        return asdict(_with_device(facts, known, place["local_rank"], place["local_size"], host))
+        facts = replace(facts, seen=kinds.accelerators())
+        return asdict(_with_device(facts, kinds, place["local_rank"], place["local_size"], host))
     except UserError as failure:
         return asdict(replace(facts, error=str(failure)))
     except Exception as failure:  # whatever a vendor's code raises

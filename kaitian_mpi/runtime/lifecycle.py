@@ -99,15 +99,15 @@ def watch_start() -> None:
 
 def start_limit(environ: Mapping[str, str]) -> float:
     """Return the seconds to wait for ranks of unknown state; 0: forever."""
-    given = environ.get(START_LIMIT_VARIABLE, "").strip()
+    text = environ.get(START_LIMIT_VARIABLE, "").strip()
     limit_sec = _START_LIMIT_SEC
-    if given:
+    if text:
         with suppress(ValueError):
-            limit_sec = float(given)
+            limit_sec = float(text)
             if 0 <= limit_sec < math.inf:
                 return limit_sec
         raise UserError(
-            f"{START_LIMIT_VARIABLE} must be a number of seconds, 0: forever; not {given!r}"
+            f"{START_LIMIT_VARIABLE} must be a number of seconds, 0: forever; not {text!r}"
         )
     return limit_sec
 

@@ -140,8 +140,10 @@ class Siblings:
         if len(unseen) == 1 and self._size == self._world_size:  # it is the one left
             others = set(self.world_ranks.values())
             self.world_ranks[unseen.pop()] = min(set(range(self._world_size)).difference(others))
-        known = self.world_ranks
-        return ", ".join(f"rank {known[n]}" if n in known else f"local rank {n}" for n in missing)
+        world_ranks = self.world_ranks
+        return ", ".join(
+            f"rank {world_ranks[n]}" if n in world_ranks else f"local rank {n}" for n in missing
+        )
 
 
 class OtherHosts:
@@ -209,14 +211,14 @@ class OtherHosts:
         import subprocess  # not by each rank at its start, as it takes longer than all the others
 
         try:
-            asked = subprocess.run(  # noqa: S603  # our own file, no shell
+            result = subprocess.run(  # noqa: S603  # our own file, no shell
                 self._command,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=_ANSWER_SEC,
                 check=False,
             )
-            lines = [line.split() for line in asked.stdout.decode().splitlines()]
+            lines = [line.split() for line in result.stdout.decode().splitlines()]
             return {int(rank): (host, state) for rank, host, state in lines}
         except (OSError, ValueError, subprocess.TimeoutExpired):
             return {}
@@ -355,8 +357,8 @@ def main(
     local_rank = int(os.environ[names[3]])
     others = None
     if local_rank == 0 and siblings.has_other_hosts:
-        asked = (launcher, address, os.environ[names[0]], joining) if address else ()
-        others = OtherHosts(prefix, limit, *asked)
+        command = (launcher, address, os.environ[names[0]], joining) if address else ()
+        others = OtherHosts(prefix, limit, *command)
     late = LateRanks(siblings, prefix, local_rank, float(limit.partition("=")[2]))
     fault = wait_for_start(siblings, int(rank), others, late)
     if not fault:

@@ -110,13 +110,15 @@ def with_devices(hosts: Sequence[Host], environments: Environments) -> list[Host
     """Return the hosts, with a slot for each device that their environments list."""
     with_slots = []
     for host in hosts:
-        taken = sum(len(environment.devices) for environment in environments.get(host.name, ()))
-        if host.slots is not None and taken > host.slots:
+        device_count = sum(
+            len(environment.devices) for environment in environments.get(host.name, ())
+        )
+        if host.slots is not None and device_count > host.slots:
             raise UserError(
-                f"the environments of {host.name} have {taken} devices, but it has only "
-                f"{host.slots} slots; write slots={taken} in the hostfile"
+                f"the environments of {host.name} have {device_count} devices, but it has only "
+                f"{host.slots} slots; write slots={device_count} in the hostfile"
             )
-        with_slots.append(replace(host, slots=taken or host.slots))
+        with_slots.append(replace(host, slots=device_count or host.slots))
     return with_slots
 
 

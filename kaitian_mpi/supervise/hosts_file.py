@@ -66,8 +66,8 @@ def in_stable_order(hosts: Sequence[Host], before: Iterable[Host]) -> tuple[Host
 
     This keeps the ranks in place, and the host with the run folder first.
     """
-    known = {host.name: number for number, host in enumerate(before)}
-    return tuple(sorted(hosts, key=lambda host: known.get(host.name, len(known))))
+    place_before = {host.name: number for number, host in enumerate(before)}
+    return tuple(sorted(hosts, key=lambda host: place_before.get(host.name, len(place_before))))
 
 
 class HostsFile:
@@ -174,10 +174,10 @@ class HostChanges:
                 self._pending[host.name] = self._ask(host)
         self._read_answers(now)
         # Hosts that are added together join together.
-        wanted = {host.name: host for host in self.wanted}
-        if self._pending or wanted == self._members:
+        wanted_hosts = {host.name: host for host in self.wanted}
+        if self._pending or wanted_hosts == self._members:
             return False
-        if wanted.keys() & self._members:
+        if wanted_hosts.keys() & self._members:
             return True
         if not self._is_warned:
             self._is_warned = True
@@ -197,9 +197,9 @@ class HostChanges:
         self._ready &= names
         for name in self._pending.keys() - names:
             self._pending.pop(name).cancel()
-        for known in (self._ask_at, self._faults):  # a host that is added again is asked at once
-            for name in known.keys() - names:
-                del known[name]
+        for by_host in (self._ask_at, self._faults):  # a host that is added again is asked at once
+            for name in by_host.keys() - names:
+                del by_host[name]
 
     def _read_answers(self, now: float) -> None:
         for name, asked in list(self._pending.items()):

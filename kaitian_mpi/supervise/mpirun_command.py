@@ -161,8 +161,8 @@ def _option(words: Sequence[str]) -> MpirunOption:
     flag, equals, value = words[0].partition("=")
     name = flag.lstrip("-")
     following = 2 if name in _TWO_VALUES else int(name in _ONE_VALUE)
-    taken = tuple(words[: 1 + max(0, following - bool(equals))])
-    return MpirunOption(taken, name, ((value,) if equals else ()) + taken[1:] or ("",))
+    option = tuple(words[: 1 + max(0, following - bool(equals))])
+    return MpirunOption(option, name, ((value,) if equals else ()) + option[1:] or ("",))
 
 
 def is_given(flag: str, arguments: Iterable[str]) -> bool:

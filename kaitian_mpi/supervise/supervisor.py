@@ -245,8 +245,8 @@ class _Supervisor:
         else:
             self._job = self._job.with_hosts(changes.file.hosts)
             machine.replace_job(self._job)
-            wanted = {host.name for host in changes.wanted}
-            lost = machine.lost([host for host in self._job.remote if host.name in wanted])
+            wanted_names = {host.name for host in changes.wanted}
+            lost = machine.lost([host for host in self._job.remote if host.name in wanted_names])
             self._lose(lost, "does not answer")
             self._left_out = changes.left_out
         remote = {host.name: host for host in self._job.remote}

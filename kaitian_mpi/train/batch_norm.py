@@ -93,11 +93,11 @@ class RunningStatistics:
             norm.momentum = momentum
 
     def _current_fractions(self) -> list[float]:
-        taken = self._taken / self._samples
+        fraction = self._taken / self._samples
         by_layer = zip(self.norms, self._fractions_before, self._step_momenta, strict=True)
         return [
             # If synchronized, every rank's statistics are those of all ranks.
-            1.0 if _is_synchronized(norm) else taken + (1.0 - momentum) * (before - taken)
+            1.0 if _is_synchronized(norm) else fraction + (1.0 - momentum) * (before - fraction)
             for norm, before, momentum in by_layer
         ]
 

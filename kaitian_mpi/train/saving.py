@@ -182,8 +182,10 @@ class Saving(StepObserver):
         is_due &= bool(run.membership.losses) if step else run.membership.survives and may_lose
         if not is_due or not self._checkpoints.writers:
             return False
-        known = (writer.last_submitted, writer.files.newest_step()) if writer is not None else ()
-        return step not in gather_values(self._world.comm, known)[0]
+        saved_steps = (
+            (writer.last_submitted, writer.files.newest_step()) if writer is not None else ()
+        )
+        return step not in gather_values(self._world.comm, saved_steps)[0]
 
     def _event(self, kind: str, text: str) -> None:
         self._run.sinks.event(kind, self._progress.step, text)

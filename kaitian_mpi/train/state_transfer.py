@@ -67,9 +67,11 @@ def named_as(state: dict[str, Any], names_from: dict[str, Any]) -> dict[str, Any
     renamed = type(state)((names.get(_without_compile(n), n), value) for n, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        known = {_without_compile(name): name for name in getattr(names_from, "_metadata", {})}
+        module_names = {
+            _without_compile(name): name for name in getattr(names_from, "_metadata", {})
+        }
         pairs = metadata.items()
-        versions = {known.get(_without_compile(n), n): value for n, value in pairs}
+        versions = {module_names.get(_without_compile(n), n): value for n, value in pairs}
         vars(renamed)["_metadata"] = versions
     return renamed
 
@@ -190,10 +192,10 @@ def copy_state(
             return tensor.detach()
         if not (_is_large(tensor) and _is_dense(tensor)):
             return torch.empty_like(tensor, device="cpu").copy_(tensor)
-        known = _identity(tensor)
-        if known in copies:  # a tied weight is copied once
-            return copies[known]
-        copies[known] = target = _room(tensor, present)
+        identity = _identity(tensor)
+        if identity in copies:  # a tied weight is copied once
+            return copies[identity]
+        copies[identity] = target = _room(tensor, present)
         if not is_mapped:
             return target.copy_(tensor)
         for piece, part in zip(_pieces(tensor), _pieces(target), strict=True):
@@ -219,12 +221,12 @@ def _split(state: Any) -> tuple[Any, list[torch.Tensor]]:
     def take(tensor: torch.Tensor, _: Any) -> torch.Tensor:
         if not _is_large(tensor):
             return tensor
-        known = _identity(tensor)
-        if known not in metas:
+        identity = _identity(tensor)
+        if identity not in metas:
             dense = tensor.detach() if _is_dense(tensor) else tensor.detach().contiguous()
             tensors.append(dense)
-            metas[known] = dense.to("meta")
-        return metas[known]
+            metas[identity] = dense.to("meta")
+        return metas[identity]
 
     return _map(take, state), tensors
 

@@ -152,7 +152,7 @@ class Task:
         if not isinstance(optimizers, list | tuple) or not optimizers:
             raise _wrong("optimizer", f"{must} one or more optimizers", result)
         model_ids = {id(parameter) for parameter in model.parameters()}
-        seen: set[int] = set()
+        seen_ids: set[int] = set()
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise _wrong("optimizer", f"{must} optimizers", optimizer)
@@ -164,12 +164,12 @@ class Task:
                 )
             for group in optimizer.param_groups:
                 ids = [id(parameter) for parameter in group["params"]]
-                if not model_ids.issuperset(ids) or not seen.isdisjoint(ids):
+                if not model_ids.issuperset(ids) or not seen_ids.isdisjoint(ids):
                     raise UserError(
                         "Task: each parameter of an optimizer must belong to the model, the one "
                         "passed to a function, and to no other optimizer"
                     )
-                seen.update(ids)
+                seen_ids.update(ids)
         return list(optimizers)
 
     def _given_optimizers(self, model: nn.Module) -> Any:
@@ -199,11 +199,11 @@ class Task:
         """
         if self.scheduler is None:
             return []
-        given: list[Any] = [optimizers[0] if len(optimizers) == 1 else list(optimizers)]
+        arguments: list[Any] = [optimizers[0] if len(optimizers) == 1 else list(optimizers)]
         if self.tells_steps:
-            given.append(total_steps)
-        made = self.scheduler(*given)
-        schedulers = list(made) if isinstance(made, list | tuple) else [made]
+            arguments.append(total_steps)
+        result = self.scheduler(*arguments)
+        schedulers = list(result) if isinstance(result, list | tuple) else [result]
         for scheduler in schedulers:
             if not (hasattr(scheduler, "step") or hasattr(scheduler, "before_step")):
                 raise _wrong("scheduler", "return schedulers", scheduler)
@@ -251,12 +251,12 @@ def as_task(task: Task | JointTask | Callable[[], Task], world: World) -> Task:
     """Return a task, or what a function makes."""
     if isinstance(task, JointTask):
         return task.make(world)
-    made = task if isinstance(task, Task) else task()
-    if not isinstance(made, Task):
+    result = task if isinstance(task, Task) else task()
+    if not isinstance(result, Task):
         raise UserError(
-            f"Training: the function returned a {type(made).__name__}; it must return a Task"
+            f"Training: the function returned a {type(result).__name__}; it must return a Task"
         )
-    return made
+    return result
 
 
 @dataclass

@@ -61,8 +61,8 @@ def exchange_in_rounds(
     In parts of so many bytes that only a message's length counts: of two ranks, both know in which
     rounds there is one. Collective.
     """
-    given = [piece for piece in (*sent, *received) if piece is not None]
-    is_mixed = len({piece.device for piece in given}) > 1
+    pieces = [piece for piece in (*sent, *received) if piece is not None]
+    is_mixed = len({piece.device for piece in pieces}) > 1
     written = {piece.untyped_storage().data_ptr() for piece in received if piece is not None}
     sources: dict[int, torch.Tensor] = {}
     for piece in sent:

@@ -274,9 +274,9 @@ def _asking_for_a_work(options: Any) -> Iterator[None]:
     copy of the result may be made on another stream than the kernel's caller has, so that the work
     is needed.
     """
-    asked = options.asyncOp
+    async_op = options.asyncOp
     options.asyncOp = True
     try:
         yield
     finally:
-        options.asyncOp = asked
+        options.asyncOp = async_op

@@ -83,10 +83,12 @@ def _budget(
     settings: LayoutSettings, world: World, model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> MemoryBudget:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    known = optimizers or [AdamW(trained)]  # the usual one, if the script makes its own later
+    # The usual optimizer, if the script makes its own later.
+    expected_optimizers = optimizers or [AdamW(trained)]
     planned = nn.ParameterList(map(as_plain, model.parameters()))
     return divide_memory(
-        *(_SETTINGS, world, planned, known, _used(world, model)), settings.shards_parameters
+        *(_SETTINGS, world, planned, expected_optimizers, _used(world, model)),
+        settings.shards_parameters,
     )
 
 

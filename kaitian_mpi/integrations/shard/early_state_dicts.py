@@ -49,14 +49,18 @@ class EarlyStateDicts:
         by_memory: dict[Any, list[torch.Tensor]] = {}
         for tensor in [*self._tensors]:
             by_memory.setdefault(_memory(tensor), []).append(tensor)
-        found = {number: by_memory.get(_memory(parameters[number][1]), []) for number in numbers}
-        known = Counter(_address(tensor) for tensors in by_memory.values() for tensor in tensors)
-        shared = shared_outside(module, known)
+        by_number = {
+            number: by_memory.get(_memory(parameters[number][1]), []) for number in numbers
+        }
+        early_counts = Counter(
+            _address(tensor) for tensors in by_memory.values() for tensor in tensors
+        )
+        shared = shared_outside(module, early_counts)
         names = (parameters[n][0] for n in sorted(numbers) if _address(parameters[n][1]) in shared)
         name = next(names, None)
         if name is not None:
             warnings.warn(NO_LONGER_SHARED.format(name), stacklevel=2)
-        return found
+        return by_number
 
 
 def shared_outside(module: nn.Module, known: Mapping[int, int] | None = None) -> set[int]:

@@ -50,8 +50,8 @@ def extend_clipping(shards: TrainerShards) -> Callable[[], None]:
         others = [tensor for tensor in tensors if not isinstance(tensor, RemoteGradient)]
         rows = [row for gradient in remote for row in gradient.rows() if row.numel()]
         own, local = (
-            float(total(each, norm_type, False, foreach)) if each else 0.0
-            for each in (rows, others)
+            float(total(gradients, norm_type, False, foreach)) if gradients else 0.0
+            for gradients in (rows, others)
         )
         norm = _joined(own, local, float(norm_type), shards.world.size, shards.world.rank)
         if error_if_nonfinite and not math.isfinite(norm):
@@ -78,15 +78,15 @@ def extend_clipping(shards: TrainerShards) -> Callable[[], None]:
         scaler: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> Any:
         with shards.inside(optimizer):
-            found = dict(unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16))
+            inf_by_device = dict(unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16))
         if shards.optimizer_of(optimizer) is not None:
-            found.setdefault(found_inf.device, found_inf)
+            inf_by_device.setdefault(found_inf.device, found_inf)
             # Each rank decides by the gradients of all.
-            total = torch.tensor(sum(map(float, found.values())), dtype=torch.float64)
+            total = torch.tensor(sum(map(float, inf_by_device.values())), dtype=torch.float64)
             sum_on_host(total).wait()
-            for number in found.values():
+            for number in inf_by_device.values():
                 number.fill_(float(total > 0))
-        return found
+        return inf_by_device
 
     replaced = {
         "get_total_norm": get_total_norm,

@@ -30,8 +30,8 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
 
     @functools.wraps(stock_create)
     def create(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        given = arguments.bind(ddp, *args, **kwargs).arguments
-        shards.placement.begin(given["module"], given.get("init_sync", True))
+        call_arguments = arguments.bind(ddp, *args, **kwargs).arguments
+        shards.placement.begin(call_arguments["module"], call_arguments.get("init_sync", True))
         stock_create(ddp, *args, **kwargs)
 
     def make_reducer(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:

@@ -35,10 +35,10 @@ class HostMemory:
         Raises:
             UserError: there is no room for the files.
         """
-        kept = self._spool.keep(rows)
+        joined = self._spool.keep(rows)
         if self._spool.fault is not None:
             raise UserError(
                 f"--layout shard: what is saved cannot be collected in {tempfile.gettempdir()} "
                 f"({self._spool.fault.strerror}); set TMPDIR to a folder with room"
             )
-        return kept
+        return joined

@@ -71,11 +71,11 @@ class OpenReducer(ShardReducer):
                 continue
             self._has_sum.add(index)
             for part, gradient in bucket.gradients.items():
-                kept = self._targets[part].grad if part.parameter in numbers else None
-                if kept is None:
+                target_gradient = self._targets[part].grad if part.parameter in numbers else None
+                if target_gradient is None:
                     gradient.zero_()
                 else:
-                    self._targets[part].grad = gradient.copy_(kept)
+                    self._targets[part].grad = gradient.copy_(target_gradient)
 
     def begin(self, weight: float, cleared: Collection[int]) -> None:
         """Let the next backward add to the owners' sums. Not collective.

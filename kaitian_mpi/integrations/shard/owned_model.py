@@ -148,8 +148,8 @@ class OwnedModel:
             )
             early = state_dicts.by_parameter(self.module, owners.sharded)
             own = [(p.parameter, p.begin, p.end) for p in parts if p.owner == self._world.rank]
-            kept = self.sharded.shard([key for key in own if key not in values])
-            values |= {key: rows for key, rows in kept.items() if key[0] in owners.sharded}
+            rank_rows = self.sharded.shard([key for key in own if key not in values])
+            values |= {key: rows for key, rows in rank_rows.items() if key[0] in owners.sharded}
             for number, tensors in early.items():
                 for tensor in tensors:
                     self.sharded.let_follow(number, tensor)

@@ -238,8 +238,10 @@ class Placement:
         sharded: Collection[int],
     ) -> dict[Key, torch.Tensor]:
         give_whole(self._world.comm, [parameters[n] for n in lent if n not in sharded])
-        given = [part for part in parts if part.parameter in lent and part.parameter in sharded]
-        return dict(give_rows(self._world.comm, parameters, given))
+        handed_over = [
+            part for part in parts if part.parameter in lent and part.parameter in sharded
+        ]
+        return dict(give_rows(self._world.comm, parameters, handed_over))
 
 
 def _nothing() -> None:

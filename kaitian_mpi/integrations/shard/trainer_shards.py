@@ -92,9 +92,9 @@ class TrainerShards:
             UnsupportedError: some of its parameters are of another model.
         """
         parameters = [*ddp.module.parameters()]
-        found = {id(m): m for p in parameters if (m := self.model_of(p))}
-        if found:
-            model, *others = found.values()
+        owned_models = {id(m): m for p in parameters if (m := self.model_of(p))}
+        if owned_models:
+            model, *others = owned_models.values()
             if others or [*map(id, model.parameters)] != [*map(id, parameters)]:
                 raise UnsupportedError(
                     "--layout shard does not support parameters in two models of "
@@ -153,8 +153,8 @@ class TrainerShards:
         owned = self._owned.get(optimizer)
         if owned is not None and owned.is_inside:
             return owned
-        found = {id(m): m for p in parameters_of(optimizer) if (m := self.model_of(p))}
-        models = [*found.values()]
+        owned_models = {id(m): m for p in parameters_of(optimizer) if (m := self.model_of(p))}
+        models = [*owned_models.values()]
         if owned is None:
             if not models:
                 return None

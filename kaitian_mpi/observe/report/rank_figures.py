@@ -147,9 +147,9 @@ def step_times(
 def _add(sums: dict[str, float], interval: Interval, place: int) -> None:
     """Add the seconds that a rank spent on each phase, and the rest as `other`."""
     phases = {name: interval.phases[name][place] for name in PHASES if name in interval.phases}
-    known = {name: seconds for name, seconds in phases.items() if seconds is not None}
-    rest = (interval.step_time_sec or 0.0) - sum(known.values())
-    for name, seconds in (*known.items(), ("other", max(0.0, rest))):
+    measured_sec = {name: seconds for name, seconds in phases.items() if seconds is not None}
+    rest = (interval.step_time_sec or 0.0) - sum(measured_sec.values())
+    for name, seconds in (*measured_sec.items(), ("other", max(0.0, rest))):
         sums[name] = sums.get(name, 0.0) + seconds * interval.steps
 
 

@@ -56,9 +56,9 @@ class Interval:
         percent = {}
         for place, rank in enumerate(self.ranks):
             times = [self.phases[name][place] for name in _COMPUTING if name in self.phases]
-            known = [seconds for seconds in times if seconds is not None]
-            if known and self.step_time_sec:
-                percent[rank] = min(100.0, 100 * sum(known) / self.step_time_sec)
+            measured_sec = [seconds for seconds in times if seconds is not None]
+            if measured_sec and self.step_time_sec:
+                percent[rank] = min(100.0, 100 * sum(measured_sec) / self.step_time_sec)
         return percent
 
 

@@ -177,8 +177,8 @@ def _measured(line: dict[str, Any]) -> Interval | tuple[int, dict[str, float]]:
     times = {name: tuple(line.get(f"{name}_time_sec") or ()) for name in PHASES}
     if times["forward"]:  # the compute time is the sum of forward, backward and optimizer
         del times["compute"]
-    known = {name: seconds for name, seconds in times.items() if seconds}
-    if any(len(ranks) != len(seconds) for seconds in known.values()):
+    measured_sec = {name: seconds for name, seconds in times.items() if seconds}
+    if any(len(ranks) != len(seconds) for seconds in measured_sec.values()):
         raise ValueError("the ranks differ")
     return Interval(
         step=int(line["step"]),
@@ -188,7 +188,7 @@ def _measured(line: dict[str, Any]) -> Interval | tuple[int, dict[str, float]]:
         step_time_sec=_number(line.get("step_time_sec")),
         ranks=ranks,
         batch_sizes=tuple(line.get("batch_sizes", ())),
-        phases=known,
+        phases=measured_sec,
         logged=_known(line.get("logged", {})),
     )
 
@@ -347,13 +347,15 @@ def _describe(
 
     model = config.get("model")
     data = config.get("dataset")
-    wanted = config.get("epochs")
+    epochs = shown("epochs")
+    planned_epochs = config.get("epochs")
+    of_planned = f" of {planned_epochs:,}" if planned_epochs else ""
     times = sorted(benchmark.get("allreduce_sec", {}).items(), key=lambda item: item[1])
     facts = {
         "trained": config.get("task") or (f"{model} on {data}" if model and data else model),
         "ranks that train": shown("world_size"),
         "steps": shown("steps"),
-        "epochs": shown("epochs") and shown("epochs") + (f" of {wanted:,}" if wanted else ""),
+        "epochs": epochs + of_planned if epochs else "",
         "global batch": shown("global_batch_size", "{:,.0f} samples per step"),
         "rate": shown("samples_per_sec", "{:,.1f} samples/s"),
         "mean step": shown("step_time_sec", "{:,.1f} ms", 1e3),

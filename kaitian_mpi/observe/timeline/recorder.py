@@ -240,10 +240,10 @@ def recorded(
     if recorder is None or not recorder.is_recording:
         return call
     identity = f"{group.unique}#{number}"
-    known = {"number": number, "group": group.name, "collective": identity, **args}
+    labels = {"number": number, "group": group.name, "collective": identity, **args}
 
     def carry_out() -> Result:
-        with recorder.collective(group.lane, name, known):
+        with recorder.collective(group.lane, name, labels):
             return call()
 
     return carry_out

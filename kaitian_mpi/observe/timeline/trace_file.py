@@ -100,8 +100,8 @@ class ChromeLanes:
         return traced
 
     def _name_lane(self, lane: str) -> list[TraceEvent]:
-        known = LANES.index(lane) if lane in LANES else None
-        number = len(self._numbers) + _FIRST_EXTRA_LANE if known is None else known
+        fixed_number = LANES.index(lane) if lane in LANES else None
+        number = len(self._numbers) + _FIRST_EXTRA_LANE if fixed_number is None else fixed_number
         self._numbers[lane] = number
         return [
             _metadata("thread_name", self._rank, number, name=lane),
@@ -153,8 +153,8 @@ class TimelineSink(MetricsSink):
             self._add(at, {"ph": "C", "pid": pid, "name": name, "args": {name: value}})
 
     def _mark(self, at: float, name: str, step: int, args: Mapping[str, Any]) -> None:
-        known = {"ph": "i", "s": "g", "pid": RUN_PID, "args": {"step": step, **args}}
-        self._add(at, {**known, "name": f"{name} (step {step})"})
+        event = {"ph": "i", "s": "g", "pid": RUN_PID, "args": {"step": step, **args}}
+        self._add(at, {**event, "name": f"{name} (step {step})"})
 
     def _add(self, at: float, trace: TraceEvent) -> None:
         now = self._recorder.now() - (time.time() - at)

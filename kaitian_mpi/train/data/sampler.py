@@ -152,8 +152,8 @@ class LoadAdaptiveSampler(Sampler[list[int]]):
 
         A step that a loader with workers has fetched ahead has the plan of that time.
         """
-        made = (plan for first, plan in reversed(self._plans) if first <= position)
-        sizes = next(made, self._batch_sizes)
+        plans = (plan for first, plan in reversed(self._plans) if first <= position)
+        sizes = next(plans, self._batch_sizes)
         return shares_of_step(len(self.dataset) - position, sizes, self.min_batch)
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -144,13 +144,13 @@ def _experts_job(
     samples = _samples(config, min_batch, len(as_batches(task.data, task.collate)))
     states = usual_states(optimizers)
     experts, tokens = [], []
-    for number, (mixture, given) in enumerate(zip(mixtures.values(), rows(), strict=True)):
+    for number, (mixture, mixture_rows) in enumerate(zip(mixtures.values(), rows(), strict=True)):
         for expert in mixture.experts:
-            size = sum(each.nbytes for each in (*expert.parameters(), *expert.buffers()))
+            size = sum(tensor.nbytes for tensor in (*expert.parameters(), *expert.buffers()))
             trained = sum(p.nbytes for p in expert.parameters() if p.requires_grad)
             held = size + trained * (1 + states)
-            experts.append(Expert(number, held, 0.0, given.row_bytes, trained, size))
-            tokens.append(sum(given.counts) / samples / len(mixture.experts))
+            experts.append(Expert(number, held, 0.0, mixture_rows.row_bytes, trained, size))
+            tokens.append(sum(mixture_rows.counts) / samples / len(mixture.experts))
     of_experts = max(0.0, whole.kept_bytes - dense.kept) / max(1.0, sum(tokens))
     experts = [replace(expert, kept_bytes=of_experts) for expert in experts]
     trained = whole.trained_bytes - sum(expert.trained_bytes for expert in experts)

@@ -82,8 +82,8 @@ class Profiles:
     def costs(self, infos: Sequence[RankInfo]) -> list[RankCost] | None:
         """Return these ranks' costs; None if any was not measured."""
         costs = [self.by_place[info.place].cost for info in infos]
-        known = [cost for cost in costs if cost is not None]
-        return known if len(known) == len(costs) else None
+        measured = [cost for cost in costs if cost is not None]
+        return measured if len(measured) == len(costs) else None
 
     def fit_errors(self, infos: Sequence[RankInfo]) -> list[float]:
         """Return the relative errors of these ranks' costs; 0 if this job did not measure it."""

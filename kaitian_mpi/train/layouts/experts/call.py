@@ -82,8 +82,10 @@ class MixtureCall:
             return self._compute(peer, chunk, arrived, counts)
 
         replies = self._travel.carry(trips, blocks[rank], compute, headers)
-        wanted = [headers.header_of(peer).wanted for peer in self._travel.routes.others]
-        self.by_expert = [sum(of_ranks) for of_ranks in zip(self._wanted, *wanted, strict=True)]
+        wanted_by_peer = [headers.header_of(peer).wanted for peer in self._travel.routes.others]
+        self.by_expert = [
+            sum(of_ranks) for of_ranks in zip(self._wanted, *wanted_by_peer, strict=True)
+        ]
         return torch.cat(replies)
 
     def backward(self, gradient: torch.Tensor | None) -> torch.Tensor:
@@ -148,8 +150,8 @@ class MixtureCall:
             return rows
         # An activation checkpoint around the mixture would compute it again, with all ranks, for
         # each backward of a chunk here, of which ranks have unlike numbers.
-        kept = torch.autograd.graph.saved_tensors_hooks(_same, _same)
-        with kept, torch.set_grad_enabled(self._needs_gradient):
+        keep_saved = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        with keep_saved, torch.set_grad_enabled(self._needs_gradient):
             leaf = rows.detach().requires_grad_(self._needs_gradient)
             output = self._experts.compute(leaf, counts, self._held)
         if self._needs_gradient:

@@ -116,7 +116,9 @@ class TokenExchange:
     ) -> tuple[torch.Tensor, Sequence[int]]:
         sent = rows
         if not self._has_tokens:
-            sent, counts, wanted = rows[:0], [0] * len(counts), [0] * len(wanted)
+            sent = rows[:0]
+            counts = [0] * len(counts)
+            wanted = [0] * len(wanted)
         call = MixtureCall(self.travel, self._places, experts, self._next_number(), counts, wanted)
         needs_gradient = torch.is_grad_enabled()
         if needs_gradient:

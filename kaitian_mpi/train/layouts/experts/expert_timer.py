@@ -112,34 +112,40 @@ class ExpertTimer:
         if self._setup.task.loss is not None:
             samples, kept, rows = self._count_tokens()
         rates = optimizer_rates(self._world, optimizers) if self._is_timed else (0.0, 0.0)
-        known: dict[Any, tuple[float, float, float]] = {}
+        seconds_and_bytes: dict[Any, tuple[float, float, float]] = {}
         alike = Counter(map(_structure, experts_of(self._mixtures)))
         experts: list[Expert] = []
         times: list[tuple[float, float, float]] = []
         counts: list[int] = []
-        for number, (mixture, given) in enumerate(zip(self._mixtures.values(), rows, strict=True)):
-            each = samples and sum(given.counts) * self._config.global_batch_size / (
-                samples * len(mixture.experts) * self._world.size
-            )
+        for number, (mixture, mixture_rows) in enumerate(
+            zip(self._mixtures.values(), rows, strict=True)
+        ):
+            tokens_per_expert = 0.0  # of a step on this rank
+            if samples:
+                step_tokens = sum(mixture_rows.counts) * self._config.global_batch_size
+                shares = samples * len(mixture.experts) * self._world.size
+                tokens_per_expert = step_tokens / shares
             for expert in mixture.experts:
-                key = (_structure(expert), given.width, given.dtype)
-                if key not in known:
+                key = (_structure(expert), mixture_rows.width, mixture_rows.dtype)
+                if key not in seconds_and_bytes:
                     held = -(-alike[_structure(expert)] // self._world.size)
-                    known[key] = self._time(expert, given, int(each), len(known), held)
-                fixed, per_token, kept_bytes = known[key]
+                    seconds_and_bytes[key] = self._time(
+                        expert, mixture_rows, int(tokens_per_expert), len(seconds_and_bytes), held
+                    )
+                fixed, per_token, kept_bytes = seconds_and_bytes[key]
                 trained = [p for p in expert.parameters() if p.requires_grad]
                 trained_bytes = sum(p.nbytes for p in trained)
                 size = sum(p.nbytes for p in (*expert.parameters(), *expert.buffers()))
                 update = len(trained) * rates[0] + trained_bytes * rates[1]
                 held = size + trained_bytes * (1 + states)
-                kept_bytes += _COPIES * given.row_bytes
+                kept_bytes += _COPIES * mixture_rows.row_bytes
                 experts.append(
-                    Expert(number, held, kept_bytes, given.row_bytes, trained_bytes, size)
+                    Expert(number, held, kept_bytes, mixture_rows.row_bytes, trained_bytes, size)
                 )
                 times.append((fixed, per_token, update))
-            counts += given.counts or [0] * len(mixture.experts)
+            counts += mixture_rows.counts or [0] * len(mixture.experts)
             if samples:  # tokens that are sent, and what comes back
-                kept += _COPIES * given.row_bytes * sum(given.counts) / samples
+                kept += _COPIES * mixture_rows.row_bytes * sum(mixture_rows.counts) / samples
         fixed_sec, token_sec, update_sec = (tuple(column) for column in zip(*times, strict=True))
         # While an optimizer steps all at once, it allocates as much as what it steps.
         is_at_once = steps_at_once(optimizers, self._device.is_host)
@@ -200,13 +206,13 @@ class ExpertTimer:
         count = max(1, min(len(data), _MOST_SAMPLES, equal_share(self._config, world.size)))
         indices = [(world.rank * count + index) % len(data) for index in range(count)]
         batch = self._computation.place(data[indices])
-        found: list[tuple[float, list[Rows]]] = []
+        measured: list[tuple[float, list[Rows]]] = []
 
         def forward() -> float:
             with without_experts(), self._dense_model() as model, watched(model) as rows:
                 with saved_by(model) as saved:
                     self._computation.loss(self._setup.task, model, batch, needs_gradient=False)
-                found.append((sum(saved.values()) / count, rows()))
+                measured.append((sum(saved.values()) / count, rows()))
             return 0.0
 
         if seconds_if_it_fits(self._device, forward) is None:
@@ -215,7 +221,7 @@ class ExpertTimer:
                 "its experts; give --layout auto or pipeline, leave the device out, or lower "
                 "--global-batch-size"
             )
-        return count, *found[0]
+        return count, *measured[0]
 
     @contextmanager
     def _dense_model(self) -> Iterator[nn.Module]:
@@ -256,10 +262,10 @@ class ExpertTimer:
         large = max(_SMALLER, min(tokens, _MOST_TOKENS))
         small = max(1, large // _SMALLER)
         until = time.perf_counter() + _SHARE_OF_TIME * self._config.benchmark_seconds / (1 + done)
-        given = torch.randn(small, rows.width, device=self._world.device).to(rows.dtype)
+        input_rows = torch.randn(small, rows.width, device=self._world.device).to(rows.dtype)
         with saved_by(copies[0]) as saved, self._computation.autocast():
-            copies[0](given.requires_grad_())
-        kept = sum(saved.values()) / small
+            copies[0](input_rows.requires_grad_())
+        kept_bytes = sum(saved.values()) / small
         seconds: dict[int, list[float]] = {}
         self._last = lambda: self._call(copies, rows, small)
         self._call(copies, rows, small)  # prepares libraries
@@ -273,10 +279,10 @@ class ExpertTimer:
                 seconds.setdefault(size, []).append(self._mean_call(copies, rows, size))
         low = statistics.median(seconds[small])
         if large not in seconds:
-            return 0.0, low / small, kept
+            return 0.0, low / small, kept_bytes
         high = statistics.median(seconds[large])
         per_token = max((high - low) / (large - small), high / large / 10)
-        return max(0.0, high - large * per_token), per_token, kept
+        return max(0.0, high - large * per_token), per_token, kept_bytes
 
     def _mean_call(self, copies: Sequence[nn.Module], rows: Rows, size: int) -> float:
         calls, total = 0, 0.0
@@ -311,20 +317,20 @@ def _sleep() -> None:
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Callable[[], list[Rows]]]:
     """Collect what the mixtures of a model get in the block."""
-    found: dict[nn.Module, Rows] = {}
+    rows_of: dict[nn.Module, Rows] = {}
 
     def note(module: nn.Module, given: Any, _: Any) -> None:
         assert isinstance(module, Experts)
-        counts, before = module.tokens_by_expert, found.get(module, Rows()).counts
+        counts, before = module.tokens_by_expert, rows_of.get(module, Rows()).counts
         if before:  # it is called several times
             counts = [a + b for a, b in zip(counts, before, strict=True)]
         tokens = given[0]
-        found[module] = Rows(tokens.shape[-1], tokens.dtype, tuple(counts))
+        rows_of[module] = Rows(tokens.shape[-1], tokens.dtype, tuple(counts))
 
     mixtures = list(find_mixtures(model).values())
     handles = [mixture.register_forward_hook(note) for mixture in mixtures]
     try:
-        yield lambda: [found.get(mixture, Rows()) for mixture in mixtures]
+        yield lambda: [rows_of.get(mixture, Rows()) for mixture in mixtures]
     finally:
         for handle in handles:
             handle.remove()

@@ -54,8 +54,8 @@ class CallHeader(NamedTuple):
     def unpack(cls, packed: torch.Tensor) -> CallHeader:
         """Return a result of `pack`."""
         number, mixture, needs_gradient, dtype, experts, *counts = packed.tolist()
-        wanted = counts[experts : 2 * experts]
-        return cls(number, mixture, needs_gradient, dtype, counts[:experts], wanted)
+        wanted_counts = counts[experts : 2 * experts]
+        return cls(number, mixture, needs_gradient, dtype, counts[:experts], wanted_counts)
 
 
 class Headers:

@@ -140,7 +140,9 @@ class ExpertFacts:
             replace(self.by_place[info.place], cost=cost).scaled(self._factors_at(info.place))
             for info, cost in zip(world.infos, costs, strict=True)
         ]
-        given = DEFAULT_CHUNKS if config.expert_chunks == "auto" else int(config.expert_chunks)
+        configured_chunks = (
+            DEFAULT_CHUNKS if config.expert_chunks == "auto" else int(config.expert_chunks)
+        )
         return ExpertsJob(
             self.experts,
             tuple(ranks),
@@ -151,7 +153,7 @@ class ExpertFacts:
             tuple(base.batch_sizes) if is_given else (),
             is_whole=config.sync_bn,
             links=self.links,
-            chunks=self.chunks or given,
+            chunks=self.chunks or configured_chunks,
             has_mirrors=config.mirrors and ulfm.is_enabled(),
             residual_sec=self.residual_sec,
         )
@@ -226,9 +228,9 @@ def find_facts(
     by_rank: list[RankExperts] = [rebuild(RankExperts, content) for content, _ in gathered]
     threads = [threads for _, threads in gathered]
     places = [info.place for info in world.infos]
-    ranks = _equalized(world.infos, threads, [each.rank for each in by_rank])
+    ranks = _equalized(world.infos, threads, [rank_experts.rank for rank_experts in by_rank])
     return ExpertFacts(
-        _together([each.experts for each in by_rank]),
+        _together([rank_experts.experts for rank_experts in by_rank]),
         tokens_per_sample(by_rank, is_timed),
         dict(zip(places, ranks, strict=True)),
         measure_links(world) if is_timed else {},
@@ -247,11 +249,11 @@ def tokens_per_sample(by_rank: Sequence[RankExperts], is_timed: bool) -> tuple[f
 
     If the experts are not timed, each of a mixture counts alike.
     """
-    samples = sum(each.samples for each in by_rank)
+    samples = sum(rank_experts.samples for rank_experts in by_rank)
     mixtures = np.array([expert.mixture for expert in by_rank[0].experts])
     if not samples:
         return (1.0,) * len(mixtures)
-    counts = np.sum([each.counts for each in by_rank], axis=0).astype(float)
+    counts = np.sum([rank_experts.counts for rank_experts in by_rank], axis=0).astype(float)
     for mixture in range(int(mixtures.max()) + 1):
         members = mixtures == mixture
         mean = counts[members].mean()
@@ -276,9 +278,9 @@ def _equalized(
         for rank in alike:
             equalized[rank] = replace(
                 equalized[rank],
-                fixed_sec=_medians([each.fixed_sec for each in pooled]),
-                token_sec=_medians([each.token_sec for each in pooled]),
-                update_sec=_medians([each.update_sec for each in pooled]),
+                fixed_sec=_medians([rank_facts.fixed_sec for rank_facts in pooled]),
+                token_sec=_medians([rank_facts.token_sec for rank_facts in pooled]),
+                update_sec=_medians([rank_facts.update_sec for rank_facts in pooled]),
             )
     return equalized
 

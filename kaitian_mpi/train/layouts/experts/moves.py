@@ -132,18 +132,18 @@ class ExpertMoves(Replanning):
         job = facts.job(self._config, world, base)
         calibration = calibrate(job, self._placement, observed, is_first)
         job = calibration.apply(job, tokens)
-        found = replace_experts(job, self._placement, steps_left)
-        if found is None and not is_first:
+        replacement = replace_experts(job, self._placement, steps_left)
+        if replacement is None and not is_first:
             return None
         now = predict(job, self._placement).step_sec
-        text = found.text if found else f"predicted step {1e3 * now:.0f} ms"
+        text = replacement.text if replacement else f"predicted step {1e3 * now:.0f} ms"
         shown = {
             "tokens": tokens,
             "factors": calibration.factors,
             "residual_sec": calibration.residual_sec,
             "step_sec": now,
         }
-        return Proposal(calibration.work_factors, text, shown, moves=found is not None)
+        return Proposal(calibration.work_factors, text, shown, moves=replacement is not None)
 
     def _follow(self, factors: Mapping[str, float], facts: Any) -> None:
         pairs = zip(self._loop.world.infos, facts["factors"], strict=True)

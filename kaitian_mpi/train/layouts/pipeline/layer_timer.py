@@ -211,15 +211,15 @@ class LayerTimer:
         for number, layer in enumerate(self._chain):
             is_last = number == len(self._chain) - 1
             self._current = number
-            given = call, carried, batch if is_last or self._is_whole else None
+            layer_input = call, carried, batch if is_last or self._is_whole else None
             with self._on_device(layer):
                 if size not in self._times:  # this also prepares the device for these sizes
-                    kept_bytes, cast_bytes = self._keeps(layer, _fresh(*given))
-                    temporary_bytes = self._at_once(layer, _fresh(*given))
+                    kept_bytes, cast_bytes = self._keeps(layer, _fresh(*layer_input))
+                    temporary_bytes = self._at_once(layer, _fresh(*layer_input))
                     self._bytes[number] = LayerBytes(
                         kept_bytes / size, cast_bytes, temporary_bytes / size
                     )
-                inputs = [_fresh(*given) for _ in range(self._repeats)]
+                inputs = [_fresh(*layer_input) for _ in range(self._repeats)]
                 seconds, carried = self._time(layer, inputs)
             layer_sec.append(seconds)
             call = call if all_need_call(self._chain) else None
@@ -295,7 +295,7 @@ class LayerTimer:
         begin = self._now()
         pace.start()
         with self._computation.autocast():
-            done = [self._through(layer, *given) for given in inputs]
+            done = [self._through(layer, *layer_input) for layer_input in inputs]
         pace.catch_up()
         middle = self._now()
         output = done[-1][0]
@@ -410,7 +410,7 @@ def _copies_of(layer: nn.Module, precision: str) -> Iterator[dict[int, int]]:
 @contextmanager
 def saved_by(layer: nn.Module) -> Iterator[dict[int, int]]:
     """Collect the bytes that autograd keeps of a forward, by memory, without the parameters'."""
-    known = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
+    parameter_memory = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
     saved: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -418,7 +418,7 @@ def saved_by(layer: nn.Module) -> Iterator[dict[int, int]]:
         while torch._C._functorch.is_functorch_wrapped_tensor(plain):  # of torch.func
             plain = torch._C._functorch.get_unwrapped(plain)
         memory = plain.untyped_storage()
-        if memory._cdata not in known:
+        if memory._cdata not in parameter_memory:
             saved[memory._cdata] = memory.nbytes()
         return tensor
 

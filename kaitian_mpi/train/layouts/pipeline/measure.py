@@ -157,10 +157,10 @@ def find_facts(
         info.place: rebuild(LayerFacts, content)
         for info, (content, _) in zip(world.infos, gathered, strict=True)
     }
-    known = _together([rebuild(tuple[Layer, ...], layers) for _, layers in gathered])
+    agreed_layers = _together([rebuild(tuple[Layer, ...], layers) for _, layers in gathered])
     if takes_alike:
-        by_place = {place: _unmeasured(each, known) for place, each in by_place.items()}
-    return PipelineFacts(known, by_place, measure_links(world))
+        by_place = {place: _unmeasured(timed, agreed_layers) for place, timed in by_place.items()}
+    return PipelineFacts(agreed_layers, by_place, measure_links(world))
 
 
 def _together(by_rank: Sequence[Sequence[Layer]]) -> tuple[Layer, ...]:

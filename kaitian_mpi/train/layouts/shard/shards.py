@@ -377,8 +377,8 @@ def _move(
     for key, target in wanted:
         pieces = []
         for (rank, *source), rows in _cover(sources, key, target):
-            known = key[0], source[0], source[1]
-            piece = cut_state(held[known], known, rows) if comm.rank == rank else None
+            source_key = key[0], source[0], source[1]
+            piece = cut_state(held[source_key], source_key, rows) if comm.rank == rank else None
             pieces.append(piece if rank == target else send_state(comm, piece, rank, target))
         if comm.rank == target:
             states[key] = join_states([piece for piece in pieces if piece is not None], keep)
