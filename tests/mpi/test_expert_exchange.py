@@ -52,7 +52,7 @@ def tokens(count=6):
 def test_mixtures_that_ranks_compute_in_unlike_orders_are_named(world, exchanged, experts):
     first, second = mixture(), mixture(experts)
     exchanged(first, second)
-    with pytest.raises(UserError, match=r"layer[01]', where rank \d computes .*the same order"):
+    with pytest.raises(UserError, match=r"layer[01]', while rank \d computes .*the same order"):
         (first, second)[world.rank](tokens())
 
 
@@ -61,7 +61,7 @@ def test_a_mixture_that_one_rank_leaves_out_is_named(world, exchanged):
     exchange = exchanged(first, second)
     first(tokens())
     if world.rank == 0:
-        match = "rank 1 computes no further Experts, where rank 0 computes 'layer1'"
+        match = "rank 1 computes no further Experts, while rank 0 computes 'layer1'"
         with pytest.raises(UserError, match=match):
             second(tokens())
     else:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from kaitian_mpi.distributed.step_facts import StepFacts
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.divided_state import DividedState
@@ -23,6 +24,43 @@ class StepSums(Protocol):
     @property
     def squared_norm(self) -> float: ...
     def share_values(self) -> None: ...
+
+
+class DividedGradients:
+    """The gradients of a step of which each rank has some; in the place of a reducer.
+
+    All ranks that have a parameter step it alike, with the same gradient. After `finish`, all ranks
+    know the mean loss, `number`, and the whole gradient's `squared_norm`.
+    """
+
+    carries_number = True
+
+    def __init__(self, waits: WaitContext) -> None:
+        """Know nothing of a step yet. Not collective."""
+        self.waits = waits
+        self.factor = 1.0
+        """What the gradients are to be multiplied by."""
+        self._facts = StepFacts()
+
+    @property
+    def number(self) -> torch.Tensor:
+        """The mean loss over the global batch; float64, without dimensions."""
+        return self._facts.number * self.factor
+
+    @property
+    def squared_norm(self) -> float:
+        """Of the whole gradient, times `factor`; the same on every rank."""
+        return self._facts.squared_norm * self.factor**2
+
+    def is_finite(self) -> bool:
+        """Return whether the gradients of the last `finish` have no NaN and no infinity."""
+        return self._facts.is_finite
+
+    def share_values(self) -> None:
+        """Do nothing: each rank has stepped what it has."""
+
+    def check_values(self) -> None:
+        """Do nothing: no values are under way."""
 
 
 def check_parts(task: Task, layout: str) -> None:

@@ -49,19 +49,20 @@ class MixtureCall:
         self._needs_gradient = torch.is_grad_enabled()
         held = places.held(self.mixture)
         self._held = held[self._travel.routes.rank]
-        self._ends = [0, *accumulate(map(len, held))]
-        self._rows_to = [sum(self._part(self._counts, rank)) for rank in range(len(held))]
+        self._expert_ends = [0, *accumulate(map(len, held))]
+        self._rows_to = [sum(self._of_rank(self._counts, rank)) for rank in range(len(held))]
         self._like = torch.empty(0)
         self._tape: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         """The leaf and the output of each chunk computed here, by the rank that sent it."""
 
-    def _part(self, numbers: Sequence[int], rank: int) -> Sequence[int]:
-        """Return, of one number for each expert, those of the experts of a rank."""
-        return numbers[self._ends[rank] : self._ends[rank + 1]]
+    def _of_rank(self, numbers: Sequence[int], rank: int) -> Sequence[int]:
+        """Return the numbers of the experts that a rank holds, given one number for each expert."""
+        return numbers[self._expert_ends[rank] : self._expert_ends[rank + 1]]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the outputs for this rank's rows, in their order. Collective."""
-        rows, rank = rows.detach().contiguous(), self._travel.routes.rank
+        rank = self._travel.routes.rank
+        rows = rows.detach().contiguous()
         if rows.dtype not in DTYPES:
             raise UserError(
                 f"--layout experts: the tokens of {self._places.name(self.mixture)} are of "
@@ -69,16 +70,24 @@ class MixtureCall:
             )
         self._like = rows[:0]
         self._travel.catch_up()
-        facts = self.number, self.mixture, int(self._needs_gradient), DTYPES.index(rows.dtype)
-        own = CallHeader(*facts, self._counts, self._wanted)
-        headers = Headers(self._travel.routes, self._places, own, self._check, self._cut_to_here)
+        header = CallHeader(
+            number=self.number,
+            mixture=self.mixture,
+            needs_gradient=int(self._needs_gradient),
+            dtype=DTYPES.index(rows.dtype),
+            counts=self._counts,
+            wanted=self._wanted,
+        )
+        headers = Headers(self._travel.routes, self._places, header, self._check, self._cut_to_here)
         blocks = rows.split(self._rows_to)
         trips = self._make_trips(blocks, is_backward=False)
         headers.follow(trips)
 
         def compute(peer: int, chunk: int, arrived: torch.Tensor) -> torch.Tensor:
-            own_counts = self._part(self._counts, rank)
-            counts = own_counts if peer == rank else headers.chunks_of(peer)[chunk]
+            if peer == rank:
+                counts = self._of_rank(self._counts, rank)
+            else:
+                counts = headers.chunks_of(peer)[chunk]
             return self._compute(peer, chunk, arrived, counts)
 
         replies = self._travel.carry(trips, blocks[rank], compute, headers)
@@ -91,7 +100,8 @@ class MixtureCall:
     def backward(self, gradient: torch.Tensor | None) -> torch.Tensor:
         """Return the gradient of this rank's rows from that of their outputs. Collective.
 
-        None: it is zero, as nothing here depends on the outputs, or what does so does not count.
+        `gradient` is None, and counts as zero, if no loss of this rank depends on the outputs, or
+        if its loss does not count.
         """
         self._travel.catch_up()
         if gradient is None:
@@ -110,9 +120,9 @@ class MixtureCall:
             UserError: it does not.
         """
         name = self._places.name(self.mixture)
-        rank, other = (
-            self._travel.routes.world_rank(one) for one in (self._travel.routes.rank, peer)
-        )
+        routes = self._travel.routes
+        rank = routes.world_rank(routes.rank)
+        other = routes.world_rank(peer)
         if bool(header.needs_gradient) != self._needs_gradient:
             raise UserError(
                 f"--layout experts: {name} is computed with gradients on one of ranks {rank} and "
@@ -125,20 +135,20 @@ class MixtureCall:
             )
 
     def _cut_to_here(self, counts: Sequence[int]) -> list[list[int]]:
-        """Return the rows by expert of each chunk that a rank with these counts sends here."""
-        return cut(self._part(counts, self._travel.routes.rank), self._chunks)
+        """Return the rows by expert of each chunk that another rank sends here, by its counts."""
+        return cut(self._of_rank(counts, self._travel.routes.rank), self._chunks)
 
     def _make_trips(self, blocks: Sequence[torch.Tensor], is_backward: bool) -> list[Trip]:
-        """Begin to send this rank's blocks, which are by rank."""
+        """Begin to send each block of rows to its rank; return the trips, which carry them."""
 
         def pieces(peer: int) -> list[torch.Tensor]:
-            chunks = cut(self._part(self._counts, peer), self._chunks)
+            chunks = cut(self._of_rank(self._counts, peer), self._chunks)
             return list(blocks[peer].split([*map(sum, chunks)]))
 
         return self._travel.routes.make_trips(Tags.of_call(self.number, is_backward), pieces)
 
     def _lengths_from(self, peer: int) -> list[int]:
-        """Return how many rows each chunk of a rank had."""
+        """Return how many rows a rank sent in each chunk of the forward."""
         chunks = [self._tape.get((peer, chunk)) for chunk in range(self._chunks)]
         return [0 if chunk is None else len(chunk[0]) for chunk in chunks]
 
@@ -172,9 +182,9 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut(counts: Sequence[int], pieces: int) -> list[list[int]]:
-    """Cut consecutive rows of experts into pieces of equal length, as far as that is possible.
+    """Cut rows that are sorted by expert into pieces of lengths that differ by one row at most.
 
-    Returns each piece's rows by expert.
+    Returns each piece's rows by expert; `counts` are the rows of each expert.
     """
     total = sum(counts)
     bounds = pairwise(total * piece // pieces for piece in range(pieces + 1))

@@ -1,4 +1,4 @@
-"""Finds out in how many chunks tokens are sent fastest, by the first steps."""
+"""Finds in the first steps of a run the fastest number of chunks to send tokens in."""
 
 from __future__ import annotations
 
@@ -32,28 +32,27 @@ class ChunkTrial(StepObserver):
         self._travel = travel
         self._seconds: dict[int, list[float]] = {chunks: [] for chunks in _CHOICES}
         trials = list(_CHOICES) * _ROUNDS
-        self._left = trials if world.size > 1 and steps_left > 4 * len(trials) else []
-        self.is_over = not self._left
-        self._tried: int | None = None
+        self._trials_left = trials if world.size > 1 and steps_left > 4 * len(trials) else []
+        self.is_over = not self._trials_left
+        self._current: int | None = None
         self._before = 0.0
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        if self._tried is not None:
-            self._seconds[self._tried].append(self._travel.total_sec - self._before)
-            self._tried = None
-            if not self._left:
+        if self._current is not None:
+            self._seconds[self._current].append(self._travel.total_sec - self._before)
+            self._current = None
+            if not self._trials_left:
                 self._choose()
                 self.is_over = True
-        if self._left:
-            self._tried = self._left.pop(0)
-            self._travel.set_chunks(self._tried)
+        if self._trials_left:
+            self._current = self._trials_left.pop(0)
+            self._travel.set_chunks(self._current)
             self._before = self._travel.total_sec
 
     def _choose(self) -> None:
-        own = [median(self._seconds[chunks]) for chunks in _CHOICES]
-        slowest = [
-            max(of_ranks) for of_ranks in zip(*gather_values(self._world.comm, own), strict=True)
-        ]
+        rank_sec = [median(self._seconds[chunks]) for chunks in _CHOICES]
+        by_rank = gather_values(self._world.comm, rank_sec)
+        slowest = [max(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
         seconds = dict(zip(_CHOICES, slowest, strict=True))
         fastest = min(seconds, key=lambda chunks: (seconds[chunks], chunks))
         self._travel.set_chunks(fastest)

@@ -21,8 +21,8 @@ from kaitian_mpi.train.layouts.experts.routes import Routes
 from kaitian_mpi.train.layouts.experts.travel import Travel
 
 _calls = 0
-"""The calls of this process so far, in all exchanges: what an error has left under way is then
-never taken for the rows of another call."""
+"""The calls of this process so far, in all exchanges. A number is never used again, so that rows
+which an error has left under way are not taken for those of another call."""
 
 
 class TokenExchange:
@@ -62,8 +62,9 @@ class TokenExchange:
         """Calls without a backward as yet."""
         self._recomputation = Recomputation()
         self._ending: Headers | None = None
-        """What the other ranks say of the end of their last forwards."""
+        """The headers with which the ranks end their last forwards."""
         self._used: set[int] = set()
+        """The mixtures that a loss of this rank has depended on."""
         self._has_tokens = True
         self._weight: float | None = None
         self._share = 1.0
@@ -147,13 +148,13 @@ class TokenExchange:
             return
         if self._ending is not None:
             self._ending.check_arrived()
-        own = CallHeader.of_end(self._next_number())
-        self._ending = Headers(self.travel.routes, self._places, own)
+        header = CallHeader.of_end(self._next_number())
+        self._ending = Headers(self.travel.routes, self._places, header)
 
     def finish_backward(self, after: int = -1) -> None:
-        """Take part in the backward of calls that no loss here depends on. Collective in effect.
+        """Join the backward of the calls that no loss here depends on. Collective in effect.
 
-        Of those of a number above `after`: the other ranks' losses may depend on them.
+        The other ranks' losses may depend on them. Only calls with a number above `after`.
 
         Raises:
             UserError: the other ranks may compute one of them again, in an activation checkpoint.
@@ -183,9 +184,9 @@ class TokenExchange:
         return call.backward(None if is_ignored else gradient)
 
     def take_used(self) -> list[bool]:
-        """Return on which mixtures a loss here has depended since this was called.
+        """Return for each mixture if a loss of this rank depended on it since the last call.
 
-        On one rank, it is not known, as autograd does without this object.
+        True for all on one rank: there, autograd needs no help from this object.
         """
         count = len(self._places.mixtures)
         used = [self._is_alone or number in self._used for number in range(count)]

@@ -133,9 +133,10 @@ class ExpertsLayout(Layout):
             yield ExpertMoves(config, loop, mixtures, trial, self._profiles, self)
 
     def _begin_trial(self, config: TrainingConfig, loop: Loop) -> ChunkTrial:
-        """Return what finds the fastest number of chunks, unless it is known."""
+        """Return a trial of numbers of chunks, which is over at once if the number is known."""
         assert isinstance(loop.engine, ExpertsEngine)
-        travel, progress = loop.engine.exchange.travel, loop.progress
+        travel = loop.engine.exchange.travel
+        progress = loop.progress
         if self.facts.chunks:
             travel.set_chunks(self.facts.chunks)
         is_known = config.expert_chunks != "auto" or self.facts.chunks > 0

@@ -11,24 +11,20 @@ import torch.distributed as dist
 from torch import nn
 
 from kaitian_mpi.distributed.reducer import GradientReducer
-from kaitian_mpi.distributed.step_facts import StepFacts
 from kaitian_mpi.runtime.polling import WaitContext
+from kaitian_mpi.train.layouts.divided_step import DividedGradients
 from kaitian_mpi.train.layouts.experts.exchange import TokenExchange
 from kaitian_mpi.train.layouts.experts.expert_owners import ExpertOwners
 from kaitian_mpi.train.layouts.parameter_groups import ParameterGroups
 
 
-class ExpertGradients:
-    """Sums the gradients of a step whose losses are weighted; in the place of a reducer.
+class ExpertGradients(DividedGradients):
+    """Sums the gradients of a step whose losses are weighted, so that `factor` stays 1.
 
     Those outside of experts are summed over all ranks during backward. An expert's is complete on
-    its owner, which sends it to the mirror. After `finish`, all ranks know the mean loss, `number`,
-    and if it is to be clipped, the whole gradient's `squared_norm`.
+    its owner, which sends it to the mirror. The `squared_norm` is that of the whole gradient only
+    if it is to be clipped.
     """
-
-    carries_number = True
-    factor = 1.0
-    """What gradients are to be multiplied with: the losses were weighted."""
 
     def __init__(
         self,
@@ -41,8 +37,7 @@ class ExpertGradients:
         clips: bool,
     ) -> None:
         """Watch a model's parameters; make a group of each owner and mirror. Collective."""
-        self.waits = waits
-        self._facts = StepFacts()
+        super().__init__(waits)
         self._owners = owners
         self._exchange = exchange
         self._rank = rank
@@ -64,16 +59,6 @@ class ExpertGradients:
         self._mirrored = ParameterGroups(mirrored, rank)
 
     @property
-    def number(self) -> torch.Tensor:
-        """The mean loss over the global batch; float64, without dimensions."""
-        return self._facts.number
-
-    @property
-    def squared_norm(self) -> float:
-        """Of the whole gradient, if it is to be clipped; the same on every rank."""
-        return self._facts.squared_norm
-
-    @property
     def is_outdated(self) -> bool:
         """Whether a parameter requires gradients that did not when this was created."""
         return any(parameter.requires_grad for parameter in self._frozen)
@@ -83,7 +68,7 @@ class ExpertGradients:
         self._facts.add_number(loss.detach())
 
     def zero_dense(self) -> None:
-        """Set to zero what is not of an expert: it is of samples that do not count."""
+        """Set the gradients outside of experts to zero: they are of samples that do not count."""
         for parameter in self._dense.values():
             if parameter.grad is not None:
                 parameter.grad.zero_()
@@ -100,28 +85,31 @@ class ExpertGradients:
         else:
             self._on_bucket(True)
         used = self._exchange.take_used()
-        measured = self._held_gradients()
+        gradients = self._gradients_of_owned_experts()
         if self._rank == 0 and self._clips:  # the same on every rank, up to rounding
-            measured += [p.grad for p in self._dense.values() if p.grad is not None]
-        self._facts.measure(measured)
+            gradients += [p.grad for p in self._dense.values() if p.grad is not None]
+        self._facts.measure(gradients)
         with self.waits("the sum of the ranks' norms"):
             users = self._facts.exchange([*map(float, used)])
         self._forget_unused(users)
         self._send_to_mirrors()
 
-    def _held_gradients(self) -> list[torch.Tensor]:
-        targets = self._owners.targets
-        return [
-            gradient
-            for number in sorted(self._owners.owned)
-            if self._rank == self._owners.owners[number][0]
-            and (gradient := targets[number].grad) is not None
-        ]
+    def _gradients_of_owned_experts(self) -> list[torch.Tensor]:
+        """Return the gradients of the experts that this rank owns, but not of those it mirrors."""
+        owned = [n for n in sorted(self._owners.owned) if self._owners.owners[n][0] == self._rank]
+        gradients = [self._owners.targets[number].grad for number in owned]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def _forget_unused(self, users: Sequence[float]) -> None:
-        """Let experts have no gradient, as alone, if no rank's loss depends on their mixture."""
+        """Free the gradients of the mixtures that no rank's loss depends on.
+
+        A job of one rank would have none for them either. `users` is the number of ranks whose loss
+        depends on each mixture.
+        """
         for count, numbers in zip(users, self._owners.numbers_by_mixture(), strict=True):
-            for number in numbers if not count else ():
+            if count:
+                continue
+            for number in numbers:
                 if number in self._owners.targets:
                     self._owners.targets[number].grad = None
 
@@ -134,15 +122,8 @@ class ExpertGradients:
                 mirrored.exchange_gradients(self._owners.targets, weight, send)
 
     def is_finite(self) -> bool:
-        """Return whether the gradients of the last `finish` have no NaN and no infinity."""
         is_dense_finite = self._reducer is None or self._reducer.is_finite()
-        return is_dense_finite and self._facts.is_finite
-
-    def share_values(self) -> None:
-        """Do nothing: all ranks that have a parameter step it alike."""
-
-    def check_values(self) -> None:
-        """Do nothing: no values are under way."""
+        return is_dense_finite and super().is_finite()
 
     def reset(self) -> None:
         if self._reducer is not None:

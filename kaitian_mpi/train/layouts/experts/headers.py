@@ -23,12 +23,12 @@ _FACTS = 5
 
 
 class CallHeader(NamedTuple):
-    """What a rank says of its part in a call."""
+    """Announces the rows that a rank sends in a call."""
 
     number: int
     """Of the call since the start, from 0."""
     mixture: int
-    """-1: it computes none for now."""
+    """Its number in the model; -1: the rank computes no mixture for now."""
     needs_gradient: int = 0
     dtype: int = 0
     """Of its rows, as its place in `DTYPES`."""
@@ -39,23 +39,27 @@ class CallHeader(NamedTuple):
 
     @classmethod
     def of_end(cls, number: int) -> CallHeader:
-        """Return that of the end of forwards, which is counted as a call."""
+        """Return the header that ends forwards; the end has a number of its own, like a call."""
         return cls(number, _NO_MIXTURE)
 
     def pack(self, most_experts: int) -> torch.Tensor:
-        """Return it as numbers: equally many for every mixture of at most so many experts."""
+        """Return the header as an int64 tensor.
+
+        Its length depends on `most_experts` only, as a receiver does not know the mixture yet.
+        """
         packed = torch.zeros(_FACTS + 2 * most_experts, dtype=torch.int64)
-        *facts, counts, wanted = self
-        numbers = [*facts, len(counts), *counts, *wanted]
+        facts = [self.number, self.mixture, self.needs_gradient, self.dtype, len(self.counts)]
+        numbers = [*facts, *self.counts, *self.wanted]
         packed[: len(numbers)] = torch.tensor(numbers)
         return packed
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> CallHeader:
-        """Return a result of `pack`."""
-        number, mixture, needs_gradient, dtype, experts, *counts = packed.tolist()
-        wanted_counts = counts[experts : 2 * experts]
-        return cls(number, mixture, needs_gradient, dtype, counts[:experts], wanted_counts)
+        """Return the header that `pack` has packed."""
+        number, mixture, needs_gradient, dtype, experts, *numbers = packed.tolist()
+        counts = numbers[:experts]
+        wanted = numbers[experts : 2 * experts]
+        return cls(number, mixture, needs_gradient, dtype, counts, wanted)
 
 
 class Headers:
@@ -65,21 +69,26 @@ class Headers:
         self,
         routes: Routes,
         places: ExpertPlaces,
-        own: CallHeader,
+        rank_header: CallHeader,
         check: Callable[[int, CallHeader], None] | None = None,
         cut: Callable[[Sequence[int]], list[list[int]]] | None = None,
     ) -> None:
-        """Send this rank's header to all others, and receive theirs.
+        """Send this rank's header to all others, and receive theirs. Nobody waits.
 
-        `check` raises an error if a header of the same call does not fit this rank's. `cut` returns
-        the rows by expert of each chunk that is sent here, by the sender's counts.
+        Args:
+            routes: the ways between the ranks.
+            places: of the experts.
+            rank_header: this rank's.
+            check: raises an error if a rank's header of the same call does not fit this rank's.
+            cut: returns the rows by expert of each chunk that is sent here, given the `counts` of
+                the sender's header.
         """
         self._routes = routes
         self._places = places
-        self._own = own
+        self._rank_header = rank_header
         self._check = check
         self._cut = cut
-        content = own.pack(places.most_experts)
+        content = rank_header.pack(places.most_experts)
         self._received = {peer: torch.empty_like(content) for peer in routes.others}
         self._works: dict[int, Any] = {
             peer: dist.irecv(tensor, peer, tag=HEADER_TAG)
@@ -157,15 +166,17 @@ class Headers:
         Raises:
             UserError: it is not.
         """
-        own = self._own
-        if (header.number, header.mixture) != (own.number, own.mixture):
-            rank, other = map(self._routes.world_rank, (self._routes.rank, peer))
+        expected = self._rank_header
+        if (header.number, header.mixture) != (expected.number, expected.mixture):
+            rank = self._routes.world_rank(self._routes.rank)
+            other = self._routes.world_rank(peer)
             raise UserError(
-                f"--layout experts: rank {other} {self._told(header)}, where rank {rank} "
-                f"{self._told(own)}; every rank must compute the same Experts, in the same order"
+                f"--layout experts: rank {other} {self._activity(header)}, while rank {rank} "
+                f"{self._activity(expected)}; every rank must compute the same Experts, in the "
+                "same order"
             )
 
-    def _told(self, header: CallHeader) -> str:
+    def _activity(self, header: CallHeader) -> str:
         if header.mixture == _NO_MIXTURE:
             return "computes no further Experts"
         return f"computes {self._places.name(header.mixture)!r}"

@@ -10,9 +10,9 @@ from kaitian_mpi.distributed.experts import Experts
 
 
 class ExpertPlaces:
-    """The ranks of the experts of a model's mixtures.
+    """Which rank holds each expert, and the order in which the experts' rows are sent.
 
-    Rows are brought into the order of ranks, and of a rank's experts.
+    Rows are sorted by the rank that holds their expert, then by the expert's number.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ExpertPlaces:
             [[e for e, owner in enumerate(ranks) if owner == rank] for rank in range(size)]
             for ranks in owners
         ]
-        self._orders = [[e for held in of_mixture for e in held] for of_mixture in self._held]
+        self._orders = [[e for experts in by_rank for e in experts] for by_rank in self._held]
         self._places = [torch.tensor(order).argsort().to(device) for order in self._orders]
 
     def number_of(self, experts: Experts) -> int:

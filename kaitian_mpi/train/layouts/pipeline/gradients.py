@@ -10,20 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.distributed.step_facts import StepFacts
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.polling import WaitContext
+from kaitian_mpi.train.layouts.divided_step import DividedGradients
 from kaitian_mpi.train.layouts.parameter_groups import ParameterGroups
 
 
-class StageGradients:
-    """Completes the gradients of a step whose backwards are done; in the place of a reducer.
+class StageGradients(DividedGradients):
+    """Completes the gradients of a step whose backwards are done.
 
-    After `finish`, all ranks know the whole gradient's `squared_norm`, the `factor` to multiply it
-    with, and the mean loss, `number`.
+    Each loss is divided by the samples of the global batch. `factor` corrects that, after `finish`,
+    where the samples have other weights.
     """
 
-    carries_number = True
     is_outdated = False
 
     def __init__(
@@ -38,26 +37,14 @@ class StageGradients:
         `targets` are all parameters of this rank: a script may unfreeze some between two steps, and
         the norm counts also those that no optimizer has.
         """
+        super().__init__(waits)
         self._targets = targets
         self._owners = owners
         self._rank = rank
-        self.waits = waits
         ranks_of = enumerate(tuple(sorted(ranks)) for ranks in owners)
         self._groups = ParameterGroups(ranks_of, rank)
-        self.factor = 1.0
-        self._facts = StepFacts()
         self._weight = 0.0
         self._samples = 1
-
-    @property
-    def number(self) -> torch.Tensor:
-        """The mean loss over the global batch; float64, without dimensions."""
-        return self._facts.number * self.factor
-
-    @property
-    def squared_norm(self) -> float:
-        """Of the whole gradient, times `factor`; the same on every rank."""
-        return self._facts.squared_norm * self.factor**2
 
     def arm(self, *_: Any) -> None:
         raise UserError("--layout pipeline requires Task(loss=...)")
@@ -90,16 +77,6 @@ class StageGradients:
         (weight,) = self._facts.exchange([self._weight])
         self.factor = self._samples / weight if weight else 1.0
         self.reset()
-
-    def is_finite(self) -> bool:
-        """Return whether the gradients of the last `finish` have no NaN and no infinity."""
-        return self._facts.is_finite
-
-    def share_values(self) -> None:
-        """Do nothing: all ranks that have a parameter step it alike."""
-
-    def check_values(self) -> None:
-        """Do nothing: no values are under way."""
 
     def reset(self) -> None:
         self._facts.forget_numbers()
