@@ -99,7 +99,9 @@ def count_repeated(names: Iterable[str]) -> int:
 def count_classes(nodes: Sequence[ast.AST]) -> dict[str, int]:
     """Return how large the classes are. Properties count as methods do."""
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-    methods = [sum(isinstance(each, ast.FunctionDef) for each in node.body) for node in classes]
+    methods = [
+        sum(isinstance(statement, ast.FunctionDef) for statement in node.body) for node in classes
+    ]
     attributes = [len(attributes_of(node)) for node in classes]
     return {
         "classes with more than 20 methods": sum(count > MAX_METHODS for count in methods),
@@ -112,8 +114,8 @@ def count_classes(nodes: Sequence[ast.AST]) -> dict[str, int]:
 
 def attributes_of(node: ast.ClassDef) -> set[str]:
     """Return the attributes that a class's methods set on `self`."""
-    stored = (each for each in ast.walk(node) if is_stored_attribute(each))
-    return {each.attr for each in stored if is_self(each.value)}
+    stored = (attribute for attribute in ast.walk(node) if is_stored_attribute(attribute))
+    return {attribute.attr for attribute in stored if is_self(attribute.value)}
 
 
 def is_stored_attribute(node: ast.AST) -> TypeGuard[ast.Attribute]:
@@ -129,7 +131,9 @@ def is_self(node: ast.AST) -> bool:
 def count_statements(nodes: Sequence[ast.AST]) -> dict[str, int]:
     """Return how often something is written that a reader has to take apart."""
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    imports = {each for node in functions for each in ast.walk(node) if is_import(each)}
+    imports = {
+        statement for node in functions for statement in ast.walk(node) if is_import(statement)
+    }
     return {
         "tuples assigned to attributes": sum(map(sets_tuple_of_attributes, nodes)),
         "attributes set from outside": sum(
@@ -212,10 +216,10 @@ class Trace:
             return
         self.functions.add((name, frame.f_code.co_qualname))
         if frame.f_code in (Worker._put.__code__, datatypes.as_buffer.__code__):
-            stack = [each.filename for each in traceback.extract_stack(frame)]
+            stack = [entry.filename for entry in traceback.extract_stack(frame)]
             reducer = str(PACKAGE / "distributed" / "reducer.py")
             first = stack.index(reducer) if reducer in stack else 0
-            self.bucket |= {each for each in stack[first:] if each.startswith(str(PACKAGE))}
+            self.bucket |= {file for file in stack[first:] if file.startswith(str(PACKAGE))}
 
 
 def count_step() -> None:

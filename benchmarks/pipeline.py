@@ -64,10 +64,10 @@ def train(options: argparse.Namespace, steps: int, **settings: Any) -> tuple[flo
                 seconds.append(time.perf_counter() - began)
                 times.append((step.times.forward + step.times.backward, step.times.optimizer))
         steps_of.close()
-        own = [statistics.median(each) for each in zip(*times, strict=True)]
+        own = [statistics.median(seconds) for seconds in zip(*times, strict=True)]
         own.append(statistics.median(seconds))
         gathered = gather_values(run.world.comm, own)
-        return max(each[2] for each in gathered), gathered, run.summary.pipeline
+        return max(by_rank[2] for by_rank in gathered), gathered, run.summary.pipeline
 
 
 def compare_with_bound(options: argparse.Namespace) -> None:
@@ -81,10 +81,10 @@ def compare_with_bound(options: argparse.Namespace) -> None:
     settings = {"layout": "pipeline", "micro_batch_size": options.batch // count}
     for _ in range(options.rounds):
         step, ranks, plan = train(options, options.steps, **settings)
-        parts = [each[0] / count for each in ranks]
-        bound = sum(parts) + (count - 1) * max(parts) + max(each[1] for each in ranks)
+        parts = [seconds[0] / count for seconds in ranks]
+        bound = sum(parts) + (count - 1) * max(parts) + max(seconds[1] for seconds in ranks)
         if world.rank == 0:
-            shown = ", ".join(f"{1e3 * each:.1f}" for each in parts)
+            shown = ", ".join(f"{1e3 * seconds:.1f}" for seconds in parts)
             layers = [stage["layers"] for stage in plan["stages"]]
             print(
                 f"step {1e3 * step:.0f} ms, bound {1e3 * bound:.0f} ms: {bound / step:.3f} of it; "

@@ -57,9 +57,9 @@ ROWS = ("checkpoint", "snapshot", "model.pt", "resume", "spare")
 
 def memory_bytes(name: str) -> int:
     """Return this process's memory: VmRSS, or the largest so far, VmHWM."""
-    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
+    match = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match
+    return int(match[1]) * 1024
 
 
 def restart_peak() -> int:
@@ -186,9 +186,9 @@ def save(world: World, meter: Meter, config: TrainConfig, maker: LoopMaker, fold
 def resume(world: World, meter: Meter, config: TrainConfig, maker: LoopMaker, folder: Path) -> None:
     """Measure how a job that has just started restores the checkpoint. Collective."""
     with meter.measured("resume"):
-        found = find_checkpoint(config, world, folder, "auto")
-        assert found.metadata is not None
-        restore(world, maker.state, found, config.seed, world.infos)
+        checkpoint = find_checkpoint(config, world, folder, "auto")
+        assert checkpoint.metadata is not None
+        restore(world, maker.state, checkpoint, config.seed, world.infos)
 
 
 def hand_over(
@@ -244,16 +244,16 @@ def run(job: str, state_bytes: int, folder: Path) -> None:
 
 def show(folder: Path) -> None:
     """Print the table."""
-    found: dict[str, dict[int, list[dict[str, float]]]] = {}
+    by_operation: dict[str, dict[int, list[dict[str, float]]]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         rank = int(path.stem.partition("-")[2])
         for line in path.read_text().splitlines():
             figures = json.loads(line)
-            of_ranks = found.setdefault(figures.pop("operation"), {})
+            of_ranks = by_operation.setdefault(figures.pop("operation"), {})
             of_ranks.setdefault(rank, []).append(figures)
     print("| | rank 0 | rank 1 | host's /dev/shm | s |\n|---|---|---|---|---|")
     for operation in ROWS:
-        of_ranks = found.get(operation, {})
+        of_ranks = by_operation.get(operation, {})
         peaks = {rank: max(each["peak"] for each in all_) for rank, all_ in of_ranks.items()}
         every = [each for all_ in of_ranks.values() for each in all_]
         size = max((each.get("folder", 0) for each in every), default=0)
@@ -261,7 +261,7 @@ def show(folder: Path) -> None:
         cells = [f"{peaks[rank]:.2f}" if rank in peaks else "" for rank in range(2)]
         cells += [f"{size:.2f}" if operation == "snapshot" else "", f"{sec:.1f}" if sec else ""]
         print(f"| {operation} | {' | '.join(cells)} |")
-    trained = found["training"]
+    trained = by_operation["training"]
     peaks = [f"{max(each['peak'] for each in trained[rank]):.2f}" for rank in sorted(trained)]
     print(f"\nlargest while it trains, with gradients: {', '.join(peaks)}")
 

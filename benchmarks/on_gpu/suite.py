@@ -100,24 +100,24 @@ class Suite:
         return rows
 
     def _copies(self, name: str) -> Row:
-        found = self._json(1, "copies.py", launcher=False)
+        figures = self._json(1, "copies.py", launcher=False)
         figure = (
-            f"{found['ratio']:.2f} ({found['relay_both_mb_per_sec']:,.0f} of "
-            f"{found['plain_both_mb_per_sec']:,.0f} MB/s, both ways at once)"
+            f"{figures['ratio']:.2f} ({figures['relay_both_mb_per_sec']:,.0f} of "
+            f"{figures['plain_both_mb_per_sec']:,.0f} MB/s, both ways at once)"
         )
-        return self._judged(name, figure, "at least 0.80", found["ratio"] >= 0.8)
+        return self._judged(name, figure, "at least 0.80", figures["ratio"] >= 0.8)
 
     def _relay(self, name: str) -> Row:
-        found = self._json(2, "relay_stages.py")
-        figure = f"{found['ratio']:.2f} ({1e3 * found['whole_sec']:.0f} ms)"
-        return self._judged(name, figure, "at most 1.25", found["ratio"] <= 1.25)
+        figures = self._json(2, "relay_stages.py")
+        figure = f"{figures['ratio']:.2f} ({1e3 * figures['whole_sec']:.0f} ms)"
+        return self._judged(name, figure, "at most 1.25", figures["ratio"] <= 1.25)
 
     def _alone(self, name: str) -> Row:
         size = ("--batch", "8", "--pairs", "8", "--model", "cnn") if self.quick else ()
-        found = self._json(1, "alone.py", *size)
-        low, high = found["quartiles"]
-        figure = f"{found['ratio']:.3f} (quartiles {low:.3f} to {high:.3f})"
-        return self._judged(name, figure, "at most 1.03", found["ratio"] <= 1.03)
+        figures = self._json(1, "alone.py", *size)
+        low, high = figures["quartiles"]
+        figure = f"{figures['ratio']:.3f} (quartiles {low:.3f} to {high:.3f})"
+        return self._judged(name, figure, "at most 1.03", figures["ratio"] <= 1.03)
 
     def _together(self, name: str) -> Row:
         """The throughput of the same training with and without a CPU rank; excluded if slower."""
@@ -139,9 +139,11 @@ class Suite:
             flags = ["--dataset", "digits"]
         if self.quick:
             flags, data = [*flags, "--max-steps", "10"], "cnn, 10 steps"
-        found = self._train("accuracy", 1, flags)
-        figure = f"{found['val_accuracy']:.4f} ({data}, {found['samples_per_sec']:,.0f} samples/s)"
-        return self._judged(name, figure, f"at least {least}", found["val_accuracy"] >= least)
+        figures = self._train("accuracy", 1, flags)
+        figure = (
+            f"{figures['val_accuracy']:.4f} ({data}, {figures['samples_per_sec']:,.0f} samples/s)"
+        )
+        return self._judged(name, figure, f"at least {least}", figures["val_accuracy"] >= least)
 
     def _judged(self, name: str, figure: str, limit: str, is_kept: bool) -> Row:
         if self.emulated or self.quick:
@@ -162,8 +164,8 @@ class Suite:
         start = ["mpirun", "-np", str(ranks)] if launcher else []
         words = [PYTHON, str(HERE / script), *stand_in.devices(1, ranks - 1), *flags]
         text = self._checked([*start, *words])
-        found: dict[str, Any] = json.loads(text[text.index("{") :].splitlines()[0])
-        return found
+        figures: dict[str, Any] = json.loads(text[text.index("{") :].splitlines()[0])
+        return figures
 
     def _checked(self, command: list[str]) -> str:
         code, text = self._execute(command, cwd=self.folder, **stand_in.environment())

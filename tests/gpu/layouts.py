@@ -175,8 +175,8 @@ def farthest(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 def check_weights(world: Any, tolerance: float, task: kaitian_mpi.Task, **settings: Any) -> str:
     """Train, and compare the weights with those of one process. Collective."""
     expected = weights_of_one_process(task)
-    found = farthest(train(world, task, **settings), expected)
-    return expect(found <= tolerance, f"{found:.1e} from one process")
+    distance = farthest(train(world, task, **settings), expected)
+    return expect(distance <= tolerance, f"{distance:.1e} from one process")
 
 
 @contextmanager
@@ -285,7 +285,10 @@ def late_values(world: Any, mirrors: bool = False) -> str:
             delay(world, 0.1)
         share_values(reducer)
         seen.append(
-            any(isinstance(each, PendingParameter) for each in reducer._layout.trained.parameters)
+            any(
+                isinstance(parameter, PendingParameter)
+                for parameter in reducer._layout.trained.parameters
+            )
         )
 
     with mock.patch.object(ShardReducer, "share_values", share_late):
@@ -342,9 +345,9 @@ def count_synchronizes(world: Any, layout: str) -> str:
                 begin_counting(world)
             elif step.number == 2 + steps:
                 places = end_counting(world)
-    found = sum(places.values()) / steps
+    per_step = sum(places.values()) / steps
     most = ", ".join(f"{place} {n / steps:g}" for place, n in sorted(places.items(), key=by_count))
-    return expect(found <= FEW_SYNCHRONIZES, f"{found:g} a step ({most or 'none'})")
+    return expect(per_step <= FEW_SYNCHRONIZES, f"{per_step:g} a step ({most or 'none'})")
 
 
 def by_count(place: tuple[str, int]) -> int:
@@ -629,12 +632,12 @@ def layers_are_measured(world: Any) -> str:
 
     seconds = median_seconds(world, forward_and_backward, 10)
     predicted = sum(own.fixed_sec) + count * sum(own.sample_sec)
-    found = gather_values(world.comm, [predicted, seconds])
+    pairs = gather_values(world.comm, [predicted, seconds])
     text = ", ".join(
         f"{info.kind} {1e3 * a:.1f} ms in layers, {1e3 * b:.1f} ms at once"
-        for info, (a, b) in zip(world.infos, found, strict=True)
+        for info, (a, b) in zip(world.infos, pairs, strict=True)
     )
-    ratios = [a / b for info, (a, b) in zip(world.infos, found, strict=True) if info.kind != "cpu"]
+    ratios = [a / b for info, (a, b) in zip(world.infos, pairs, strict=True) if info.kind != "cpu"]
     return expect_on_hardware(all(1 / 1.3 <= ratio <= 1.3 for ratio in ratios), text)
 
 
@@ -644,11 +647,11 @@ def room_is_what_is_free(world: Any) -> str:
     before, _ = memory_budget.find_memory_budget(setup, config, world)
     world.device_kind.release_cached_memory()
     after, _ = memory_budget.find_memory_budget(setup, config, world)
-    found = [
+    by_kind = [
         (info.kind, before.by_place[info.place], after.by_place[info.place]) for info in world.infos
     ]
-    text = ", ".join(f"{kind} {a / 1e9:.2f} and {b / 1e9:.2f} GB" for kind, a, b in found)
-    is_right = all(abs(a / b - 1) <= 0.05 for kind, a, b in found if kind != "cpu" and b)
+    text = ", ".join(f"{kind} {a / 1e9:.2f} and {b / 1e9:.2f} GB" for kind, a, b in by_kind)
+    is_right = all(abs(a / b - 1) <= 0.05 for kind, a, b in by_kind if kind != "cpu" and b)
     return expect_on_hardware(is_right, f"{text} before and after emptying it")
 
 

@@ -202,7 +202,7 @@ def test_any_plan_gives_the_weights_of_one_process(adaptive, monkeypatch, case, 
     loader = DataLoader(rows, batch_size=3, sampler=sampler)
     own, alone = build(), build()
     model = wrap(own)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (own, alone)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (own, alone)]
     world_sum = size if "sum" in case else 1
     seen, steps = [], 0
     for epoch in range(2):
@@ -215,10 +215,10 @@ def test_any_plan_gives_the_weights_of_one_process(adaptive, monkeypatch, case, 
                 if isinstance(part, DistributedDataParallel):
                     part.require_backward_grad_sync = is_last
             loss_of(model, *batch[:2]).backward()
-            found = [None] * size
-            dist.all_gather_object(found, batch[2].tolist())
+            ids_by_rank = [None] * size
+            dist.all_gather_object(ids_by_rank, batch[2].tolist())
             # In the last step there are fewer rows than ranks: some have a row that counts nothing.
-            whole = list(dict.fromkeys(row for part in found for row in part))
+            whole = list(dict.fromkeys(row for part in ids_by_rank for row in part))
             seen[-1] += whole
             # DDP averages over the ranks what one process would add up.
             (loss_of(alone, *rows[whole][:2]) / world_sum).backward()
@@ -249,12 +249,12 @@ def test_a_new_loader_in_each_epoch_and_a_resume_after_any_batch(adaptive, skipp
         for number, (x, y, ids) in enumerate(DataLoader(rows, 3, sampler=sampler)):
             if number < skipped and not epoch:
                 continue
-            found = [None] * adaptive.size
-            dist.all_gather_object(found, ids.tolist())
-            whole = list(dict.fromkeys(row for part in found for row in part))
-            for each, (inputs, labels) in ((model, (x, y)), (alone, rows[whole][:2])):
-                each.zero_grad()
-                cross_entropy(each(inputs[:, 0]), labels[:, 0]).backward()
+            ids_by_rank = [None] * adaptive.size
+            dist.all_gather_object(ids_by_rank, ids.tolist())
+            whole = list(dict.fromkeys(row for part in ids_by_rank for row in part))
+            for trained, (inputs, labels) in ((model, (x, y)), (alone, rows[whole][:2])):
+                trained.zero_grad()
+                cross_entropy(trained(inputs[:, 0]), labels[:, 0]).backward()
             for a, b in zip(own.parameters(), alone.parameters(), strict=True):
                 assert float((a.grad - b.grad).abs().max()) < 1e-13
 
@@ -645,9 +645,9 @@ def test_the_rule_of_a_loss_is_found_without_a_trace(loss, rule, name, rows):
     args = tuple(kwargs.values()) if name != "labels" else ()
     kwargs = {} if args else kwargs
     state = copy.deepcopy(torch.get_rng_state())
-    found = losses.find_rules(model, args, kwargs)
+    rules = losses.find_rules(model, args, kwargs)
     text = getattr(rule, "text", rule).replace("labels", name)
-    texts = [each.text.removesuffix(" but -100") for each in found]
+    texts = [rule_found.text.removesuffix(" but -100") for rule_found in rules]
     assert text in (texts if text.endswith("but 2") and len(rows) < 8 else texts[:1])
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in model.modules())
@@ -689,9 +689,9 @@ def test_a_rule_stays_unknown_until_a_batch_tells_it(adaptive, capsys, by_label)
             own.zero_grad()
             alone.zero_grad()
             model(x=x, labels=y).backward()
-            found = [None] * adaptive.size
-            dist.all_gather_object(found, ids.tolist())
-            whole = [row for part in dict.fromkeys(map(tuple, found)) for row in part]
+            ids_by_rank = [None] * adaptive.size
+            dist.all_gather_object(ids_by_rank, ids.tolist())
+            whole = [row for part in dict.fromkeys(map(tuple, ids_by_rank)) for row in part]
             alone(words[whole], (labels if epoch else words)[whole]).backward()
             assert torch.allclose(own.layer.weight.grad, alone.layer.weight.grad, atol=1e-13)
     text = "the mean over labels" if by_label else "the mean over rows"
@@ -710,9 +710,11 @@ def test_the_first_labels_count_or_not_where_rows_have_as_many_each(dtype, first
         logits, labels = model(batch["x"])[:, first:], batch["labels"][:, first:]
         return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    found = losses.compare_parts(model, loss_of, (), {"x": words, "labels": words})
-    assert [each for each in found if each in (losses.TOKENS, losses.SHIFTED_TOKENS)] == [rule]
-    assert found[0] == rule
+    rules = losses.compare_parts(model, loss_of, (), {"x": words, "labels": words})
+    assert [
+        candidate for candidate in rules if candidate in (losses.TOKENS, losses.SHIFTED_TOKENS)
+    ] == [rule]
+    assert rules[0] == rule
     # Half precision rounds to one in 256: what is nearer is so by chance.
     off = {losses.SUM: 3.0, losses.MEAN: 0.0, rule: 2**-8, losses.Rule("others", "mask"): 0.0}
     assert losses._fitting(off, 3.0, 2**-7) == [rule, losses.MEAN]

@@ -133,7 +133,7 @@ def train(world, is_open=False, until=None, leave_at=None, parts=None, **setting
 def check_same(world, found, expected):
     for own, other in zip(found.found(), expected.found(), strict=True):
         assert torch.allclose(own, other, rtol=1e-12, atol=1e-14)
-    own = [each.tolist() for each in found.found()]
+    own = [tensor.tolist() for tensor in found.found()]
     assert gather_values(world.comm, own) == [own] * world.size
     assert found.scheduler.get_last_lr() == expected.scheduler.get_last_lr()
 
@@ -277,7 +277,7 @@ def test_the_last_epoch_is_evaluated_once_if_the_loop_over_them_is_left_then(wor
 
 
 def test_what_was_due_when_a_rank_was_lost_is_saved_by_the_others(world, shared_path):
-    folder, found = shared_path / "run", []
+    folder, steps = shared_path / "run", []
     settings = {**QUIET, "run_dir": str(folder), "checkpoint_every": 3, "keep_checkpoints": 9}
     with Training(Script().task(is_open=False), **settings) as training:
         for step in training:
@@ -287,11 +287,11 @@ def test_what_was_due_when_a_rank_was_lost_is_saved_by_the_others(world, shared_
             if step.number in (4, STEPS + 1):
                 training._session.saving._checkpoints.wait()
                 world.comm.Barrier()
-                found = sorted(int(path.stem[5:13]) for path in folder.glob("checkpoints/*.json"))
-                assert found == ([3] if step.number == 4 else [3, 6, 7])
+                steps = sorted(int(path.stem[5:13]) for path in folder.glob("checkpoints/*.json"))
+                assert steps == ([3] if step.number == 4 else [3, 6, 7])
             if step.number == STEPS + 1:
                 break
-    assert found == [3, 6, 7]
+    assert steps == [3, 6, 7]
 
 
 @OPEN_AND_ALSO_CLOSED

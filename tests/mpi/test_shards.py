@@ -114,7 +114,7 @@ def check_against_one_process(task, run, initial, taken):
     """Check that a run's weights are those of one process that took these samples in each step."""
     data = run.setup.train
     task_alone = Task(**{**vars(task), "model": initial})
-    expected, *_ = alone(run.world, task_alone, [data[each] for each in taken])
+    expected, *_ = alone(run.world, task_alone, [data[indices] for indices in taken])
     for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
@@ -170,7 +170,7 @@ def test_whatever_uses_new_values_waits_for_them(world, make_run, monkeypatch):
     run.close()
     data = run.setup.train
     task_alone = Task(**{**vars(task), "model": initial})
-    expected, *_ = alone(run.world, task_alone, [data[each] for each in taken])
+    expected, *_ = alone(run.world, task_alone, [data[indices] for indices in taken])
     for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
         assert type(own) is nn.Parameter
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
@@ -347,8 +347,8 @@ def test_the_memory_for_the_next_parameter_in_parts_is_planned(world):
     assert need.small == 4e6
     pairs = without_mirrors([1.0] * world.size)
     for factor, can_overlap in ((1.1, False), (2.0, True)):
-        each = factor * need.owned / world.size
-        budget = MemoryBudget({info.place: each for info in world.infos}, need, sharded)
+        rank_bytes = factor * need.owned / world.size
+        budget = MemoryBudget({info.place: rank_bytes for info in world.infos}, need, sharded)
         assert budget.can_overlap(pairs, world) == can_overlap
 
 
@@ -365,10 +365,10 @@ def train(world, monkeypatch):
             micro_batch_size=micro_batch_size, epochs=9,
         )  # fmt: skip
         for _ in range(epochs):
-            for each in run.epoch():
+            for step_sum in run.epoch():
                 taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
-                assert each.is_finite
-                between(task.model, each.number)
+                assert step_sum.is_finite
+                between(task.model, step_sum.number)
             run.state.progress.epoch_done(9)
         model_state, _ = run.state.collect_model(world, None)
         weights = weights_of(model_state) if world.rank == 0 else {}

@@ -127,8 +127,8 @@ class Experts(nn.Module):
         self.experts = nn.ParameterList(nn.Parameter(torch.ones(1).double()) for _ in range(3))
 
     def forward(self, which):
-        used = [(which == i, each) for i, each in enumerate(self.experts) if (which == i).any()]
-        return sum(chosen * each for chosen, each in used)
+        used = [(which == i, expert) for i, expert in enumerate(self.experts) if (which == i).any()]
+        return sum(chosen * expert for chosen, expert in used)
 
 
 def weighted_experts():
@@ -159,7 +159,7 @@ def with_two_optimizers():
         return [AdamW(groups, lr=0.02), SGD(model[2].parameters(), lr=0.05)]
 
     def halved(both):
-        return [StepLR(each, 5, 0.5) for each in both]
+        return [StepLR(optimizer, 5, 0.5) for optimizer in both]
 
     return regression(optimizer=optimizers, scheduler=halved, clip_norm=0.1)
 
@@ -193,8 +193,8 @@ def by_one_process(task, epochs=EPOCHS, after=lambda number, model: None):
                 task.clip_norm(model.parameters())
             elif task.clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
-            for each in (*optimizers, *schedulers):
-                each.step()
+            for stepped in (*optimizers, *schedulers):
+                stepped.step()
             model.zero_grad()
             after(next(number), model)
     return weights_of(model)
@@ -241,13 +241,15 @@ def relative(found, expected):
 def check_exact(world, task, is_open=False, **settings):
     expected = by_one_process(task)
     steps = train(world, task, is_open, **settings)
-    found = weights_of(task.model)
-    assert relative(found, expected) < 1e-12
-    assert gather_values(world.comm, found.tolist()) == [found.tolist()] * world.size
+    weights = weights_of(task.model)
+    assert relative(weights, expected) < 1e-12
+    assert gather_values(world.comm, weights.tolist()) == [weights.tolist()] * world.size
     assert [step.number for step in steps] == list(range(1, 22))
     assert [step.samples for step in steps] == [*[BATCH] * 6, 6] * EPOCHS
     taken = gather_values(world.comm, [step.rank_samples for step in steps])
-    assert [step.batch_sizes for step in steps] == [list(each) for each in zip(*taken, strict=True)]
+    assert [step.batch_sizes for step in steps] == [
+        list(sizes) for sizes in zip(*taken, strict=True)
+    ]
     assert all(step.is_finite for step in steps)
 
 
@@ -426,13 +428,13 @@ def test_batches_of_any_structure(world):
     expected = regression()
     train(world, expected, max_steps=4)
     for make, parts in STRUCTURES:
-        found = regression(
+        task = regression(
             collate=lambda samples, make=make: make(*map(torch.stack, zip(*samples, strict=True))),
             loss=lambda model, batch, parts=parts: squares(model, parts(batch)),
             weight=lambda batch, parts=parts: len(parts(batch)[0]),
         )
-        train(world, found, max_steps=4)
-        assert relative(weights_of(found.model), weights_of(expected.model)) < 1e-12, make
+        train(world, task, max_steps=4)
+        assert relative(weights_of(task.model), weights_of(expected.model)) < 1e-12, make
 
 
 def test_compiled_models(world):
@@ -501,12 +503,12 @@ def test_evaluation_counts_every_sample_once(world, length, shares):
                 training._session.loop.sampler.set_plan(shares)
             if step.number == 2:
                 break
-        found = training.evaluate()
+        results = training.evaluate()
     whole = data[:]
     error = (task.model(whole[0]) - whole[1]).square().mean().item()
     expected = {"error": error, "halved": error / 2, "seen": whole[0].sum().item() / length}
-    assert found == pytest.approx(expected, rel=1e-9)
-    assert gather_values(world.comm, found) == [found] * world.size
+    assert results == pytest.approx(expected, rel=1e-9)
+    assert gather_values(world.comm, results) == [results] * world.size
 
 
 @ALSO_ALONE
@@ -515,9 +517,9 @@ def test_evaluation_without_metrics_is_the_weighted_loss(world):
     with Training(task, **{**QUIET, "max_steps": 2}) as training:
         for _ in training:
             pass
-        found = training.evaluate()
+        results = training.evaluate()
     whole = pad(texts()[:37])
-    assert found == {"loss": pytest.approx(token_loss(task.model, whole).item(), rel=1e-12)}
+    assert results == {"loss": pytest.approx(token_loss(task.model, whole).item(), rel=1e-12)}
 
 
 @ALSO_ALONE
@@ -611,23 +613,23 @@ def test_a_run_is_continued_after_a_break(world, shared_path, is_open):
                 counter.seen += 1
                 if step.number == until:
                     break
-            found = training.evaluate()
+            results = training.evaluate()
         assert training.summary.finished == (until is None)
         assert counter.seen == (until or 21)
-        return weights_of(task.model), numbers, found
+        return weights_of(task.model), numbers, results
 
     folder = ""
     expected, _, result = run()
     folder = str(shared_path / "run")
     assert run(until=9)[1] == list(range(1, 10))
-    found, numbers, evaluated = run(resume="auto", micro_batch_size=0 if is_open else 5)
+    weights, numbers, evaluated = run(resume="auto", micro_batch_size=0 if is_open else 5)
     assert numbers == list(range(10, 22))
-    assert relative(found, expected) < 1e-12
+    assert relative(weights, expected) < 1e-12
     assert evaluated["loss"] == pytest.approx(result["loss"], rel=1e-9)
     # And once more: it is finished, and its weights and results are there.
     again, numbers, evaluated_again = run(resume="auto")
     assert numbers == []
-    assert again.tolist() == found.tolist()
+    assert again.tolist() == weights.tolist()
     assert evaluated_again == evaluated
 
 

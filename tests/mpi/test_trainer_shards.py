@@ -167,9 +167,9 @@ def test_optimizers_and_their_state(world, owners, name):
         for step in range(STEPS):
             step_once(model, optimizer, *data(step))
             scheduler.step()
-        found = state_of(optimizer) if data.is_first else []
+        states = state_of(optimizer) if data.is_first else []
         data.barrier()
-        return found
+        return states
 
     compare(world, train)
 
@@ -478,7 +478,7 @@ def load_before_the_first_forward(model, module, data):
 
 
 def first_saves_alone(model, module, data, changes=False):
-    optimizer, found = adamw(model.parameters()), []
+    optimizer, saved = adamw(model.parameters()), []
     for step in range(STEPS):
         step_once(model, optimizer, *data(step))
         if changes:
@@ -487,24 +487,24 @@ def first_saves_alone(model, module, data, changes=False):
                 module.first.bias.data.mul_(0.5)
         if step == 2 and data.is_first:
             time.sleep(0.1 * data.is_own)  # the others are in their next backward, or in a barrier
-            found += [tensor.clone() for tensor in state_of(optimizer)]
-            found += [value.clone() for value in module.state_dict().values()]
+            saved += [tensor.clone() for tensor in state_of(optimizer)]
+            saved += [value.clone() for value in module.state_dict().values()]
         if changes:
             data.barrier()
-    return found
+    return saved
 
 
 def first_evaluates_alone(model, module, data):
-    optimizer, found = adamw(model.parameters()), []
+    optimizer, outputs = adamw(model.parameters()), []
     for step in range(STEPS):
         step_once(model, optimizer, *data(step))
         if step == 2 and data.is_first:
             module.eval()
             with torch.no_grad():
                 x, _ = Data(data.world, False)(50)
-                found.append(module(x))
+                outputs.append(module(x))
             module.train()
-    return found
+    return outputs
 
 
 def adversaries(model, module, data):
@@ -536,8 +536,8 @@ def copies(model, module, data):
     for step in range(STEPS):
         step_once(model, optimizer, *data(step))
         if step == 1:
-            found = [p.detach().clone() for p in copy.deepcopy(module).parameters()]
-    return found
+            weights = [p.detach().clone() for p in copy.deepcopy(module).parameters()]
+    return weights
 
 
 def in_eval_mode(model, module, data):
@@ -722,20 +722,20 @@ def evaluated_first(model, module, data):
     optimizer = adamw(model.parameters())
     with torch.no_grad():
         module.eval()
-        found = [module(Data(data.world, False)(50)[0])]
+        results = [module(Data(data.world, False)(50)[0])]
         module.train()
     data.barrier()
     state = module.state_dict()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(0.5)
-    found += [value.detach().clone() for value in copy.deepcopy(module).state_dict().values()]
+    results += [value.detach().clone() for value in copy.deepcopy(module).state_dict().values()]
     module.load_state_dict({name: value * 0.9 for name, value in state.items()})
-    found += [value.clone() for value in state.values()]
+    results += [value.clone() for value in state.values()]
     for step in range(STEPS):
         step_once(model, optimizer, *data(step))
-    found += [value.clone() for value in state.values()]
-    return [*found, *state_of(optimizer)]
+    results += [value.clone() for value in state.values()]
+    return [*results, *state_of(optimizer)]
 
 
 ON_META = {"evaluated_first": evaluated_first} | {
@@ -865,7 +865,7 @@ def test_rank_0_saves_while_the_others_are_in_a_backward(world, owners, tmp_path
     """No save waits for a rank that waits for rank 0, and each shows its own step."""
 
     def train(model, module, data):
-        optimizer, found = adamw(model.parameters()), []
+        optimizer, saved = adamw(model.parameters()), []
         for step in range(saves):
             step_once(model, optimizer, *data(step))
             if data.is_first:
@@ -875,9 +875,9 @@ def test_rank_0_saves_while_the_others_are_in_a_backward(world, owners, tmp_path
                     torch.save(state, tmp_path / "saved.pt")
                     state = torch.load(tmp_path / "saved.pt", weights_only=True)
                 places = sorted(state[1]["state"])
-                found += [state[0]["last.weight"].clone()]
-                found += [state[1]["state"][place]["exp_avg"].clone() for place in places]
-        return found
+                saved += [state[0]["last.weight"].clone()]
+                saved += [state[1]["state"][place]["exp_avg"].clone() for place in places]
+        return saved
 
     compare(world, train)
 
@@ -907,9 +907,9 @@ def test_a_model_is_deleted_while_another_rank_reads_it(world, owners):
         gc.collect()
         return
     time.sleep(0.2)
-    found = [value.clone() for value in model.state_dict().values()]
+    values = [value.clone() for value in model.state_dict().values()]
     expected = reference.state_dict().values()
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(values, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
@@ -1003,14 +1003,14 @@ def copy_of_an_optimizer(model, module, data):
 
 
 def state_dict_of_an_earlier_step(model, module, data):
-    optimizer, found = adamw(module.parameters()), []
+    optimizer, clones = adamw(module.parameters()), []
     states = [module.state_dict(), model.state_dict(), module.middle.state_dict()]
     for step in range(3):
         step_once(model, optimizer, *data(step))
         if step == 0:
             states.append(module.state_dict())
-        found += [value.clone() for state in states for value in state.values()]
-    return [*found, *copy.deepcopy(states[0]).values()]
+        clones += [value.clone() for state in states for value in state.values()]
+    return [*clones, *copy.deepcopy(states[0]).values()]
 
 
 def kept_data(model, module, data):

@@ -69,7 +69,9 @@ def test_a_class_is_small_enough_to_have_one_idea():
     for path in FILES:
         for node in nodes(path):
             if isinstance(node, ast.ClassDef):
-                methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+                methods = [
+                    statement for statement in node.body if isinstance(statement, ast.FunctionDef)
+                ]
                 if len(methods) > 20 or len(attributes_of(node)) > 15:
                     large.add(node.name)
     assert large == LARGE
@@ -93,14 +95,20 @@ def test_no_code_sets_an_attribute_of_an_object_of_another_file():
     for path in FILES:
         for node in nodes(path):
             if isinstance(node, ast.ClassDef):
-                declared = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
-                is_record = any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+                declared = {
+                    statement.target.id
+                    for statement in node.body
+                    if isinstance(statement, ast.AnnAssign)
+                }
+                is_record = any(
+                    "dataclass" in ast.unparse(decorator) for decorator in node.decorator_list
+                )
                 fields |= declared if is_record else set()
                 defaults = {
                     target.id
-                    for each in node.body
-                    if isinstance(each, ast.Assign)
-                    for target in each.targets
+                    for statement in node.body
+                    if isinstance(statement, ast.Assign)
+                    for target in statement.targets
                     if isinstance(target, ast.Name)
                 }
                 own[path] |= attributes_of(node) | declared | defaults
@@ -161,11 +169,11 @@ def test_a_class_name_exists_once_in_the_package():
 
 def attributes_of(node):
     stored = [
-        each
-        for each in ast.walk(node)
-        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+        target
+        for target in ast.walk(node)
+        if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
     ]
-    return {each.attr for each in stored if ast.unparse(each.value) in ("self", "cls")}
+    return {target.attr for target in stored if ast.unparse(target.value) in ("self", "cls")}
 
 
 def is_type_of_device(node):
@@ -233,7 +241,7 @@ def unsafe(source: str) -> set[str]:
     """Return the full names of unsafe functions that a file uses."""
     nodes = list(ast.walk(ast.parse(source)))  # a call comes before its parts
     imported = imported_names(nodes)
-    used, found, safe = {*imported.values()}, set(), set()
+    used, unsafe_names, safe = {*imported.values()}, set(), set()
 
     def full_name(node: ast.expr) -> str:
         root, dot, rest = ast.unparse(node).partition(".")
@@ -246,8 +254,10 @@ def unsafe(source: str) -> set[str]:
             if name == "torch.load" and given.get("weights_only") == "True":
                 safe.add(node.func)
             if name == "numpy.load" and len(node.args) > 2:
-                found.add("allow_pickle")
-            found |= {w for w in ("allow_pickle", "shell") if given.get(w, "False") != "False"}
+                unsafe_names.add("allow_pickle")
+            unsafe_names |= {
+                w for w in ("allow_pickle", "shell") if given.get(w, "False") != "False"
+            }
         elif isinstance(node, (ast.Name, ast.Attribute)) and node not in safe:
             used.add(full_name(node))
         if isinstance(node, ast.Attribute) and node.attr in MPI_PICKLING:
@@ -255,8 +265,8 @@ def unsafe(source: str) -> set[str]:
             is_module = receiver.partition(".")[0] in imported
             of_mpi = full_name(node).startswith("mpi4py.")
             if (of_mpi or not is_module) and receiver not in {"self", *NO_COMMUNICATORS}:
-                found.add(f"{receiver}.{node.attr}")
-    return found | set(filter(is_unsafe, used))
+                unsafe_names.add(f"{receiver}.{node.attr}")
+    return unsafe_names | set(filter(is_unsafe, used))
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
@@ -266,7 +276,7 @@ def test_the_package_executes_nothing_that_it_reads(path):
 
 
 def test_unsafe_code_is_detected_and_safe_code_is_not():
-    for code, found in (
+    for code, expected in (
         ("import pickle", "pickle"), ("from pickle import loads; loads(b'')", "pickle.loads"),
         ("from marshal import load", "marshal.load"), ("eval('1')", "eval"), ("run = exec", "exec"),
         ("import torch; torch.load('f')", "torch.load"),
@@ -283,7 +293,7 @@ def test_unsafe_code_is_detected_and_safe_code_is_not():
         ("from mpi4py import MPI; MPI.COMM_WORLD.scatter([1])", "MPI.COMM_WORLD.scatter"),
         ("import mpi4py.MPI; mpi4py.MPI.COMM_WORLD.recv()", "COMM_WORLD.recv"),
     ):  # fmt: skip
-        assert any(found in name for name in unsafe(code)), code
+        assert any(expected in name for name in unsafe(code)), code
     for code in (
         "model.eval(); import re; re.compile('a'); import functools; functools.reduce(f, a)",
         "import torch; torch.load('f', weights_only=True)['a']",

@@ -113,7 +113,7 @@ def forked(call, *path):
     child = os.fork()
     if not child:
         try:
-            sys.path[:0] = [str(each) for each in path]
+            sys.path[:0] = [str(folder) for folder in path]
             sys.dont_write_bytecode = True  # a plug-in may be written anew within a second
             known_kinds.cache_clear()
             registry._device_of_type.cache_clear()
@@ -124,10 +124,10 @@ def forked(call, *path):
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        found = json.loads(pipe.read())
+        result = json.loads(pipe.read())
     os.waitpid(child, 0)
-    assert not (isinstance(found, dict) and "failed" in found), found["failed"]
-    return found
+    assert not (isinstance(result, dict) and "failed" in result), result["failed"]
+    return result
 
 
 def use_everything(kind):
@@ -228,15 +228,15 @@ def test_a_plug_in_that_cannot_be_used_is_named(text, count, extra, reason, tmp_
     write_plugin(tmp_path, "npu", count=count, extra=extra)
     if text is not None:
         (tmp_path / "torch_npu.py").write_text(text)
-    devices, found = forked(faults, tmp_path)
+    devices, kind_faults = forked(faults, tmp_path)
     assert "npu" not in devices
-    assert found["npu"].startswith("the device kind 'npu' cannot be used: ")
-    assert reason in found["npu"]
-    assert "or uninstall" in found["npu"]
+    assert kind_faults["npu"].startswith("the device kind 'npu' cannot be used: ")
+    assert reason in kind_faults["npu"]
+    assert "or uninstall" in kind_faults["npu"]
     if count == 0 and text is None:  # hiding the devices is no fault
         monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
-        devices, found = forked(faults, tmp_path)
-        assert ("npu" in devices, found) == (True, {})
+        devices, kind_faults = forked(faults, tmp_path)
+        assert ("npu" in devices, kind_faults) == (True, {})
 
 
 def test_what_torch_lacks_here_says_what_to_install(monkeypatch):
@@ -454,8 +454,8 @@ def test_the_documented_table_is_that_of_the_classes(devices):
 def test_each_kind_claims_exactly_what_its_library_does(devices, library):
     """The vendor suite emulates the libraries by these contracts."""
     contract = CONTRACTS[library]
-    (kind,) = (each for each in devices.values() if each.library.lower() == library)
-    dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    (kind,) = (device for device in devices.values() if device.library.lower() == library)
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     reductions = {name.rpartition(".")[2] for name in dist.ReduceOp.RedOpType.__members__}
     for dtype in dtypes:
         assert kind.vendor_supports(dtype, None) == (dtype in contract.moved), dtype

@@ -29,7 +29,8 @@ MESSAGES = {
 }  # fmt: skip
 PARSERS = {train.PROGRAM: flags.make_parser(train.PROGRAM)}
 PARSERS |= {
-    each.PROGRAM: each.make_parser() for each in (report, run, plan, supervise, doctor, env)
+    command.PROGRAM: command.make_parser()
+    for command in (report, run, plan, supervise, doctor, env)
 }
 
 
@@ -89,7 +90,7 @@ def test_links_and_files_exist_and_lines_are_short(path):
             headings = [line for line in prose_and_code(page)[0] if line.startswith("#")]
             assert fragment in map(anchor, headings), target
     quoted = re.findall(r"`([^`\n]+)`", text) + [line.strip() for line in prose_and_code(path)[1]]
-    for word in {word for each in quoted for word in each.split()} - {*OF_A_USER}:
+    for word in {word for line in quoted for word in line.split()} - {*OF_A_USER}:
         if re.fullmatch(r"[\w./-]+\.py|[a-z_]+/", word):
             assert any((place / word).exists() for place in (ROOT, ROOT / "kaitian_mpi")), word
     for line in text.splitlines():
@@ -108,7 +109,7 @@ def test_documented_commands_parse(path):
         try:
             options = vars(PARSERS[program].parse_args(arguments))
             if program in (supervise.PROGRAM, env.PROGRAM):
-                program = next(each for each in (train.PROGRAM, run.PROGRAM) if each in arguments)
+                program = next(name for name in (train.PROGRAM, run.PROGRAM) if name in arguments)
                 inner = arguments[arguments.index(program) + 1 :]
                 options = vars(PARSERS[program].parse_args(inner))
             if program == train.PROGRAM:
@@ -190,9 +191,9 @@ def test_design_walks_name_existing_functions():
         scope = ast.parse((ROOT / "kaitian_mpi" / file).read_text()).body
         for part in name.split("."):
             kinds = ast.FunctionDef | ast.ClassDef
-            (found,) = [n for n in scope if isinstance(n, kinds) and n.name == part] or [None]
-            assert found is not None, f"{file} has no {name}"
-            scope = found.body
+            (definition,) = [n for n in scope if isinstance(n, kinds) and n.name == part] or [None]
+            assert definition is not None, f"{file} has no {name}"
+            scope = definition.body
 
 
 def test_the_texts_to_look_up_are_those_of_the_code_or_of_mpirun():
@@ -203,21 +204,21 @@ def test_the_texts_to_look_up_are_those_of_the_code_or_of_mpirun():
         text, is_of_mpirun = re.fullmatch(r"\| `(.*)`( \(mpirun\))?", cell).groups()
         if not is_of_mpirun:
             for part in filter(None, map(str.strip, text.split("…"))):
-                assert any(part in found for found in messages_in_the_code()), part
+                assert any(part in message for message in messages_in_the_code()), part
 
 
 @functools.cache
 def messages_in_the_code():
     """Return all texts of the package with whatever is put into them left out."""
-    found = []
+    messages = []
     for path in FILES:
         for node in nodes(path):
             if isinstance(node, ast.JoinedStr):
                 parts = [part.value for part in node.values if isinstance(part, ast.Constant)]
-                found.append("".join(parts))
+                messages.append("".join(parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
+                messages.append(node.value)
+    return messages
 
 
 def test_documented_commands_are_run_or_a_table_says_why_not():

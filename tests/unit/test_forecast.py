@@ -41,8 +41,8 @@ def test_forecasts_computed_by_hand_of_every_choice_of_kinds_and_of_many_only_so
         ([5, 5], 3, 7.0),
         ([], 1, 0.0),
     ):
-        found = exposed_seconds(9.0, buckets, AllreduceCost(4.0, 0.0), micro_batches)
-        assert found == pytest.approx(exposed_sec)
+        result_sec = exposed_seconds(9.0, buckets, AllreduceCost(4.0, 0.0), micro_batches)
+        assert result_sec == pytest.approx(exposed_sec)
     for cohorts, buckets, latency, batch_sizes, compute_sec, exposed_sec, efficiency in (
         # 2 s + 1 s a sample against 2 s a sample: 6 and 4 samples in 8 s.
         ([(2.0, 1.0), (0.0, 2.0)], [MIB], 2.0, [6, 4], 8, 2, 1 / (6 / 8 + 4 / 8)),
@@ -52,12 +52,12 @@ def test_forecasts_computed_by_hand_of_every_choice_of_kinds_and_of_many_only_so
         # the gradients are ready 2 s before its end.
         ([(1.0, 1.0, 1, 5)], [MIB, MIB], 3.0, [10], 12, 4, 12 / 16),
     ):
-        cohorts = [cohort("gpu", *each) for each in cohorts]
-        found = forecast(cohorts, 10, buckets, AllreduceCost(latency, 0.0))
-        assert (found.batch_sizes, found.compute_sec) == (batch_sizes, compute_sec)
-        assert found.exposed_sec == pytest.approx(exposed_sec)
-        assert found.samples_per_sec == pytest.approx(10 / (compute_sec + exposed_sec))
-        assert found.efficiency == pytest.approx(efficiency)
+        cohorts = [cohort("gpu", *arguments) for arguments in cohorts]
+        result = forecast(cohorts, 10, buckets, AllreduceCost(latency, 0.0))
+        assert (result.batch_sizes, result.compute_sec) == (batch_sizes, compute_sec)
+        assert result.exposed_sec == pytest.approx(exposed_sec)
+        assert result.samples_per_sec == pytest.approx(10 / (compute_sec + exposed_sec))
+        assert result.efficiency == pytest.approx(efficiency)
     cohorts = [cohort("gpu", 0.0, 1.0), cohort("mlu", 0.0, 1.0), cohort("cpu", 0.0, 9.0)]
     slow = AllreduceCost(3.0, 0.0)
     entries = [
@@ -67,23 +67,23 @@ def test_forecasts_computed_by_hand_of_every_choice_of_kinds_and_of_many_only_so
         MeasuredAllreduce({"mlu": 1, "cpu": 1}, slow),
         MeasuredAllreduce({"gpu": 1, "mlu": 1, "cpu": 1}, slow),
     ]
-    found = forecast_subsets(cohorts, 19, [MIB], entries)
-    assert (len(found.forecasts), list(found.world)) == (7, ["gpu", "mlu", "cpu"])
+    job = forecast_subsets(cohorts, 19, [MIB], entries)
+    assert (len(job.forecasts), list(job.world)) == (7, ["gpu", "mlu", "cpu"])
     # gpu and mlu take 10 s for 10 and 9 samples; with cpu 9 s for 9, 9 and 1, and 3 s more.
-    assert found.whole.samples_per_sec == pytest.approx(19 / 12)
-    assert found.forecasts["gpu", "mlu"].samples_per_sec == pytest.approx(1.9)
-    assert found.best == ("gpu", "mlu")
-    assert found.gain("cpu") == pytest.approx(10 / 12 - 1)
+    assert job.whole.samples_per_sec == pytest.approx(19 / 12)
+    assert job.forecasts["gpu", "mlu"].samples_per_sec == pytest.approx(1.9)
+    assert job.best == ("gpu", "mlu")
+    assert job.gain("cpu") == pytest.approx(10 / 12 - 1)
     # Without gpu mlu does 18 and cpu 1 in 18 s, and 3 s more.
-    assert found.gain("gpu") == pytest.approx(21 / 12 - 1)
+    assert job.gain("gpu") == pytest.approx(21 / 12 - 1)
     kinds = [f"k{index}" for index in range(9)]
     entries = [MeasuredAllreduce(dict.fromkeys(kept, 1), FREE) for kept in subsets(tuple(kinds))]
-    found = forecast_subsets([cohort(kind, 0.0, 1.0) for kind in kinds], 72, [MIB], entries)
-    assert [len(subset) for subset in found.forecasts] == [1] * 9 + [8] * 9 + [9]
-    assert all(found.gain(kind) == pytest.approx(0.125) for kind in kinds)
+    job = forecast_subsets([cohort(kind, 0.0, 1.0) for kind in kinds], 72, [MIB], entries)
+    assert [len(subset) for subset in job.forecasts] == [1] * 9 + [8] * 9 + [9]
+    assert all(job.gain(kind) == pytest.approx(0.125) for kind in kinds)
     cohorts = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 99.0)]
-    found = forecast_subsets(cohorts, 5, [], [measured(0.0, 0.0, gpu=1, cpu=1)])
-    assert (found.whole.batch_sizes, found.best, found.gain("cpu")) == ([5, 0], ("gpu",), 0)
+    job = forecast_subsets(cohorts, 5, [], [measured(0.0, 0.0, gpu=1, cpu=1)])
+    assert (job.whole.batch_sizes, job.best, job.gain("cpu")) == ([5, 0], ("gpu",), 0)
     assert forecast_subsets(cohorts[:1], 5, [], []).gain("gpu") is None
 
 
@@ -137,8 +137,8 @@ def test_scaling_reuses_measured_costs_in_turn_and_names_what_was_not_measured()
         with pytest.raises(UserError, match=f"no allreduce {what} was measured; run kaitian-plan"):
             scale_allreduce(entries, world)
     ranks = [cohort("gpu", 0.0, 1.0), cohort("cpu", 0.0, 5.0), cohort("gpu", 0.0, 2.0)]
-    found = scale_cohorts(ranks, {"gpu": 5, "cpu": 1})
-    rows = [(each.kind, each.cost.beta_sec, each.ranks) for each in found]
+    scaled = scale_cohorts(ranks, {"gpu": 5, "cpu": 1})
+    rows = [(entry.kind, entry.cost.beta_sec, entry.ranks) for entry in scaled]
     assert rows == [("gpu", 1.0, 3), ("gpu", 2.0, 2), ("cpu", 5.0, 1)]
     assert [c.ranks for c in scale_cohorts(ranks, {"gpu": 1})] == [1]
     with pytest.raises(UserError, match="kind 'npu' was not measured, only gpu, cpu"):

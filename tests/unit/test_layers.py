@@ -21,17 +21,17 @@ TESTS = Path(__file__).parents[1]
 @functools.cache
 def modules() -> dict[str, Path]:
     """Return every module of the package by its dotted name below the package."""
-    found = {}
+    paths = {}
     for path in FILES:
         parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(part for part in parts if part != "__init__")] = path
-    return found
+        paths[".".join(part for part in parts if part != "__init__")] = path
+    return paths
 
 
 @functools.cache
 def package_imports(path: Path) -> set[str]:
     """Return the modules of the package that a file imports anywhere in it, for types too."""
-    known, found = modules(), set()
+    known, imported = modules(), set()
     for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -43,8 +43,8 @@ def package_imports(path: Path) -> set[str]:
             names = [alias.name for alias in node.names]
         else:
             continue
-        found |= {n.removeprefix("kaitian_mpi.") for n in names if n.startswith("kaitian_mpi.")}
-    return found
+        imported |= {n.removeprefix("kaitian_mpi.") for n in names if n.startswith("kaitian_mpi.")}
+    return imported
 
 
 def subpackage(module: str) -> str:
@@ -76,10 +76,10 @@ def test_the_package_has_few_subpackages():
 
 
 def imported_packages(path: Path) -> set[str]:
-    found = list(nodes(path))
-    froms = {n.module.split(".")[0] for n in found if isinstance(n, ast.ImportFrom) and n.module}
+    imports = list(nodes(path))
+    froms = {n.module.split(".")[0] for n in imports if isinstance(n, ast.ImportFrom) and n.module}
     return froms | {
-        a.name.split(".")[0] for n in found if isinstance(n, ast.Import) for a in n.names
+        a.name.split(".")[0] for n in imports if isinstance(n, ast.Import) for a in n.names
     }
 
 
@@ -116,10 +116,10 @@ def test_the_modules_that_the_tests_load_in_advance_exist():
 def test_a_process_that_every_rank_starts_imports_little(name):
     """Others take longer to import than Python to start."""
     cheap = {"__future__", "collections.abc", "contextlib", "os", "select", "signal", "sys", "time"}
-    found = set()
+    imported = set()
     for node in tree(ROOT / f"runtime/{name}.py").body:
         if isinstance(node, ast.ImportFrom):
-            found.add(node.module)
+            imported.add(node.module)
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    assert found <= cheap
+            imported |= {alias.name for alias in node.names}
+    assert imported <= cheap

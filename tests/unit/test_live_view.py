@@ -93,26 +93,26 @@ def test_the_last_ranks_row_ends_so_that_mpirun_passes_it_on():
 @pytest.mark.parametrize("width", [72, 80, 120, 200])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_no_line_is_wider_than_the_terminal(width, encoding):
-    found = shown(
+    rows = shown(
         ("on_reading", reading(ranks=5, logged={"a figure of the script's own": 1.0})),
         ("on_evaluation", evaluated(accuracy=0.5, loss=2.0)),
         ("on_event", event("slow", [3], cause="communication")),
         width=width,
         encoding=encoding,
     )
-    assert max(map(cell_len, found)) <= width
-    assert len(found) == 10
-    for row in found[5:]:
+    assert max(map(cell_len, rows)) <= width
+    assert len(rows) == 10
+    for row in rows[5:]:
         assert "%" in row  # the busy share is there in any width
     whole = "loss 1.2346|1,234.6 samples/s|held-out accuracy 0.5000|held-out loss 2.0000|"
     whole += "a figure of the script's own 1|learning rate 0.1"
-    assert set(found[3].rstrip().split(" | ")) <= set(whole.split("|"))  # none is cut
+    assert set(rows[3].rstrip().split(" | ")) <= set(whole.split("|"))  # none is cut
 
 
 def test_as_many_ranks_are_shown_as_fit_and_slow_and_lost_ones_named():
-    found = shown(("on_reading", reading(ranks=64)), width=80, height=12)
-    assert [int(row.split()[0]) for row in found[5:-1]] == list(range(6))
-    assert (found[-1].rstrip(), len(found)) == ("and 58 more ranks", 12)
+    rows = shown(("on_reading", reading(ranks=64)), width=80, height=12)
+    assert [int(row.split()[0]) for row in rows[5:-1]] == list(range(6))
+    assert (rows[-1].rstrip(), len(rows)) == ("and 58 more ranks", 12)
     slow = [("on_reading", reading(ranks=2)), ("on_event", event("slow", [1], cause="compute"))]
     assert shown(*slow)[6].rstrip().endswith("slow: compute")
     assert "slow" not in shown(*slow, ("on_event", event("slow_end", [1])))[6]
@@ -181,11 +181,11 @@ def test_time_left_and_the_number_of_epochs_are_shown_only_if_known(capsys):
 def outcome(*readings, events=(), folder="run", **others):
     sink = Outcome(folder, emulated=False, **others)
     sink.on_event(event("start", step=0, time=100.0))
-    for each in readings:
-        sink.on_reading(each)
+    for interval in readings:
+        sink.on_reading(interval)
     sink.on_evaluation(evaluated(accuracy=0.75))
-    for each in events:
-        sink.on_event(each)
+    for event_told in events:
+        sink.on_event(event_told)
     return sink.lines(event("finish", step=40, time=165.0))
 
 
@@ -221,16 +221,16 @@ def test_outcome_divides_by_the_ranks_own_speeds_and_advises_on_what_costs_most(
         ([0.05, 0.05], [0.0, 0.0], [0.0, 0.0], "between steps"),
         ([0.1, 0.1], [0.0, 0.0], [0.0, 0.0], "kaitian-report run shows the run"),
     ):
-        found = outcome(two_ranks(compute, wait, data))[2]
-        assert found.startswith("next: ")
-        assert advice in found.split(";")[0]
+        lines = outcome(two_ranks(compute, wait, data))[2]
+        assert lines.startswith("next: ")
+        assert advice in lines.split(";")[0]
     for crosses_hosts in (False, True):
         waiting = two_ranks([0.05, 0.05], [0.05, 0.05])
         assert ("--wire" in outcome(waiting, crosses_hosts=crosses_hosts)[2]) is crosses_hosts
     slow = [event("slow", [1]), event("slow", [0]), event("slow_end", [0])]
     lost = [event("loss", [3]), event("loss", [2])]
-    found = outcome(two_ranks([0.05, 0.05], [0.05, 0.05]), events=[*slow, *lost])
-    assert found[2:] == ["note: loss!; loss!; slow!", "next: kaitian-report run shows the run"]
+    lines = outcome(two_ranks([0.05, 0.05], [0.05, 0.05]), events=[*slow, *lost])
+    assert lines[2:] == ["note: loss!; loss!; slow!", "next: kaitian-report run shows the run"]
     assert "--run-dir to keep" in outcome(two_ranks([0.1, 0.1], [0.0, 0.0]), folder="")[2]
     seconds = None, 0.4, 59.6, 754, 11229
     assert [*map(duration, seconds)] == ["", "0:00", "1:00", "12:34", "3:07:09"]

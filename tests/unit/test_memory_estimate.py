@@ -41,13 +41,15 @@ JOBS = {
 @pytest.mark.parametrize("layout", [REPLICATE, SHARD, PIPELINE])
 def test_the_parts_add_up_to_what_layouts_are_chosen_by(name, layout):
     job = one_at_a_time(JOBS[name])
-    (predicted,) = (each for each in predict_layouts(job) if each.layout == layout)
-    found = layout_memory(job, layout)
-    assert found.fits == bool(predicted.step_sec)
+    (predicted,) = (
+        prediction for prediction in predict_layouts(job) if prediction.layout == layout
+    )
+    memory = layout_memory(job, layout)
+    assert memory.fits == bool(predicted.step_sec)
     if predicted.step_sec:
-        totals = [rank.total for rank in found.ranks]
+        totals = [rank.total for rank in memory.ranks]
         assert totals == pytest.approx(predicted.bytes_by_rank, abs=2)
-    for rank in found.ranks:
+    for rank in memory.ranks:
         parts = rank.parameters, rank.gradients, rank.state, rank.activations, rank.other
         assert min(parts) >= 0
 
@@ -104,7 +106,7 @@ def of_pictures():
 
 def kept_by(task, computation, batch):
     """Return the bytes that a real forward keeps."""
-    known = {each.untyped_storage().data_ptr() for each in task.model.parameters()}
+    known = {parameter.untyped_storage().data_ptr() for parameter in task.model.parameters()}
     kept = {}
 
     def note(tensor):
@@ -123,14 +125,14 @@ def kept_by(task, computation, batch):
 def test_a_forward_keeps_what_is_found_without_one(make, precision):
     computation = Computation(torch.device("cpu"), precision, "contiguous")
     real, task = make(), make_without_values(make)
-    assert all(each.is_meta for each in task.model.parameters())
+    assert all(parameter.is_meta for parameter in task.model.parameters())
     batch = torch.utils.data.default_collate(real.data[:8])
     before = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
-    (found,) = activation_bytes(task, computation, batch, [[task.model]])
+    (estimate,) = activation_bytes(task, computation, batch, [[task.model]])
     measured = kept_by(real, computation, batch)
-    assert found.kept + found.casts == pytest.approx(measured, rel=0.02)
-    assert found.temporary > 0
-    assert all(each.is_meta for each in task.model.parameters())  # as they were
+    assert estimate.kept + estimate.casts == pytest.approx(measured, rel=0.02)
+    assert estimate.temporary > 0
+    assert all(parameter.is_meta for parameter in task.model.parameters())  # as they were
     after = dict(task.model.named_buffers())
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
@@ -145,11 +147,11 @@ def test_each_layer_has_its_own_bytes_and_the_parameters_none():
     )
     batch = torch.zeros(2, 4), torch.zeros(2, 7)
     computation = Computation(torch.device("cpu"), "fp32", "contiguous")
-    found = activation_bytes(task, computation, batch, [[layer] for layer in model])
-    assert [each.output for each in found] == [2 * 400, 2 * 400, 2 * 28]
+    estimates = activation_bytes(task, computation, batch, [[layer] for layer in model])
+    assert [layer_bytes.output for layer_bytes in estimates] == [2 * 400, 2 * 400, 2 * 28]
     # The input; what ReLU returns, which the next layer keeps as well; the loss's difference.
-    assert [each.kept for each in found] == [2 * 16, 2 * 400, 2 * 28]
-    assert {each.casts for each in found} == {0}
+    assert [layer_bytes.kept for layer_bytes in estimates] == [2 * 16, 2 * 400, 2 * 28]
+    assert {layer_bytes.casts for layer_bytes in estimates} == {0}
 
 
 def test_a_model_larger_than_the_machine_takes_no_memory():

@@ -117,15 +117,15 @@ def test_shared_state_is_restored_with_momentum_but_not_a_jobs_own_settings():
     assert other.is_begun
     assert other.progress == state.progress
     kept, loaded = (
-        [of["momentum_buffer"] for of in each.optimizers[0].state.values()]
-        for each in (state, other)
+        [of["momentum_buffer"] for of in either.optimizers[0].state.values()]
+        for either in (state, other)
     )
     assert len(kept) == 4
     assert equal(kept, loaded)
     assert all(momentum.any() for momentum in kept)
-    for each in (state, other):
+    for either in (state, other):
         torch.manual_seed(5)
-        train(each)
+        train(either)
     assert equal(parameters(state), parameters(other))
     state = make_state(lr=7.0, momentum=0.1, nesterov=False, weight_decay=0.3)
     other = make_state()
@@ -247,13 +247,13 @@ def trained(*arguments, steps, **settings):
 
 def rates(state, steps):
     """Train, and return the learning rate of each step."""
-    found = []
+    learning_rates = []
     for _ in range(steps):
         set_learning_rates(TrainConfig(), state, 1, 1)
-        found.append(state.progress.learning_rate)
+        learning_rates.append(state.progress.learning_rate)
         state.model(torch.randn(8, 2)).square().sum().backward()
         apply_step(state._schedules._task, state, True, 8)
-    return found
+    return learning_rates
 
 
 def resumed(state, *arguments, **settings):
@@ -357,8 +357,8 @@ def test_extra_state_is_saved_as_plain_values_and_what_cannot_be_is_found_before
     ):  # fmt: skip
         state = scheduled(None, extra=Counter(value))
         state.check_restorable()
-        found = from_bytes(to_bytes(state.shared()))["extra"]["extra_state"]["value"]
-        assert (type(found), found) == (type(saved), saved)
+        loaded = from_bytes(to_bytes(state.shared()))["extra"]["extra_state"]["value"]
+        assert (type(loaded), loaded) == (type(saved), saved)
     for value, message in (
         *(({1, 2}, VALUE), ([object()], VALUE), (numpy.zeros(2), VALUE)),
         (torch.ones(2).as_subclass(OwnTensor), OF_A_CLASS),
@@ -406,7 +406,7 @@ def test_a_run_is_resumed_with_torch_compile_or_without(before, now):
         assert torch.equal(one, same)
         assert one.requires_grad == same.requires_grad
     averages = state.extra["average"].state_dict(), resumed.extra["average"].state_dict()
-    for one, same in zip(*(each.values() for each in averages), strict=True):
+    for one, same in zip(*(average.values() for average in averages), strict=True):
         assert torch.equal(one, same)
     own = resumed.model_state()
     versions = named_as(state.model_state(), own)._metadata

@@ -78,7 +78,7 @@ class Library:
         if rank == 0:
             store.set("tag", str(FIRST_TAG + TAGS_OF_A_RANK * self._comm.rank + next(_numbers)))
         store.set(f"rank/{rank}", str(self._comm.rank))
-        self._members = [int(store.get(f"rank/{each}")) for each in range(size)]
+        self._members = [int(store.get(f"rank/{rank}")) for rank in range(size)]
         self._tag = int(store.get("tag"))
 
     def allreduce(self, tensors, opts):
@@ -111,7 +111,7 @@ class Library:
 
     def gather(self, outputs, inputs, opts):
         pieces = self._of_root("gather", outputs, opts.rootRank)
-        sent = [inputs[0] if each == opts.rootRank else None for each in self._ranks]
+        sent = [inputs[0] if rank == opts.rootRank else None for rank in self._ranks]
         received = pieces or [None] * self._size
         name = f"gather to {opts.rootRank}"
         return self._start(opts, name, inputs, pieces, self._swap, sent, received)
@@ -119,7 +119,7 @@ class Library:
     def scatter(self, outputs, inputs, opts):
         pieces = self._of_root("scatter", inputs, opts.rootRank)
         sent = pieces or [None] * self._size
-        received = [outputs[0] if each == opts.rootRank else None for each in self._ranks]
+        received = [outputs[0] if rank == opts.rootRank else None for rank in self._ranks]
         name = f"scatter of {opts.rootRank}"
         return self._start(opts, name, pieces, outputs, self._swap, sent, received)
 
@@ -181,7 +181,7 @@ class Library:
 
     def _broadcast(self, root, tensor):
         sent = [tensor if self._rank == root else None] * self._size
-        received = [tensor if self._rank != root and each == root else None for each in self._ranks]
+        received = [tensor if self._rank != root and rank == root else None for rank in self._ranks]
         self._swap(sent, received)
 
     def _gather_all_into(self, output, tensor):
@@ -221,9 +221,9 @@ class Library:
 
     def _messages(self, kept, came):
         for start, buffers in ((self._comm.Irecv, came), (self._comm.Isend, kept)):
-            for each, buffer in enumerate(buffers):
-                if each != self._rank and buffer is not None and buffer.numel():
-                    yield start(_buffer(buffer), self._members[each], self._tag)
+            for rank, buffer in enumerate(buffers):
+                if rank != self._rank and buffer is not None and buffer.numel():
+                    yield start(_buffer(buffer), self._members[rank], self._tag)
 
     def _check_alike(self, header: str) -> None:
         own = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
@@ -317,13 +317,13 @@ class Library:
             try:
                 self._check_alike(header)
                 work(*raw)
-                time.sleep(sum(each.nbytes for each in outputs) / bytes_per_sec)
+                time.sleep(sum(output.nbytes for output in outputs) / bytes_per_sec)
             except AbortedError:
                 # A gather in place writes no rank's own part (NCCL's "In-place Operations"), nor do
                 # the broadcasts that pieces of different sizes become; a copy of all pieces does.
                 is_in_place = name == "all_gather_single" or (name == "allgather" and not scratch)
                 inputs = sources if is_in_place else []
-                kept = [each.clone() for each in inputs]
+                kept = [tensor.clone() for tensor in inputs]
                 _spoil(outputs)
                 for tensor, content in zip(inputs, kept, strict=True):
                     tensor.copy_(content)
@@ -336,7 +336,7 @@ class Library:
         started = LibraryWork(self._last, list(written), self._contract)
         if self._contract.works_keep_tensors:
             started.kept = [*tensors, *scratch]
-            self._shelf = [each for each in self._shelf if not each.is_completed()] + [started]
+            self._shelf = [work for work in self._shelf if not work.is_completed()] + [started]
         return started
 
 

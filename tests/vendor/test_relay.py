@@ -119,8 +119,8 @@ def test_copies_in_both_directions_and_the_exchange_overlap(monkeypatch):
     assert relayed(StreamCopies, **options)
     pairs = list(itertools.combinations(spans, 2))
     assert min(overlaps(*pair) for pair in pairs) >= 4
-    for found in spans.values():
-        found.clear()
+    for recorded in spans.values():
+        recorded.clear()
     assert relayed(HalfDuplex, **options)
     assert overlaps("out", "back") == 0
 
@@ -228,10 +228,10 @@ def test_a_long_message_passes_through_page_locked_memory(world, device_of):
         tensor = device_of(content if world.rank == source else torch.zeros_like(content))
         (dist.isend if world.rank == source else dist.irecv)(tensor, 1 - world.rank).wait()
         assert torch.equal(values(tensor), content)
-    waits = {each.name for each in synchronizations if each.thread.startswith("kaitian-messages")}
+    waits = {wait.name for wait in synchronizations if wait.thread.startswith("kaitian-messages")}
     assert not waits
     rings = dist.group.WORLD._mailbox._buffers._idle
-    assert all(len(each) == 1 for each in rings.values())
+    assert all(len(buffers) == 1 for buffers in rings.values())
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def test_a_long_reduce_scatter_copies_pieces_while_others_are_exchanged(world, d
     given = [device_of(piece) for piece in pieces]
     synchronizations.clear()
     dist.reduce_scatter(output, given)
-    assert {each.name for each in synchronizations} <= {"event"}
+    assert {wait.name for wait in synchronizations} <= {"event"}
     factor = sum(range(1, world.size + 1))
     assert torch.equal(values(output), (torch.arange(len(output)) % 97 * factor).to(dtype))
 
@@ -321,9 +321,9 @@ def test_long_gathers_copy_parts_while_others_are_exchanged(world, device_of, in
     dist.all_gather(pieces, own)
     dist.all_gather([*in_place], in_place[world.rank])
     dist.all_gather_into_tensor(whole, short)
-    assert {each.name for each in synchronizations} <= {"event"}
-    for found in (pieces, in_place):
-        assert all(torch.equal(values(f), c) for f, c in zip(found, contents, strict=True))
+    assert {wait.name for wait in synchronizations} <= {"event"}
+    for results in (pieces, in_place):
+        assert all(torch.equal(values(f), c) for f, c in zip(results, contents, strict=True))
     assert torch.equal(values(whole), torch.stack([content[:1500] for content in contents]))
     if dist.group.WORLD.uses_library:
         return
@@ -365,8 +365,8 @@ def test_other_long_tensors_pass_through_page_locked_memory(
         [(torch.arange(n) % 113 + 7 * a).to(dtype) for n in row] for a, row in enumerate(lengths)
     ]
     to_me = [row[world.rank] for row in contents]
-    sent = [device_of(each) for each in contents[world.rank]]
-    got = [device_of(torch.zeros_like(each)) for each in to_me]
+    sent = [device_of(row) for row in contents[world.rank]]
+    got = [device_of(torch.zeros_like(row)) for row in to_me]
     flat, joined = device_of(torch.cat(contents[world.rank])), device_of(torch.cat(to_me) * 0)
     whole = (torch.arange(9000) % 113).to(dtype)
     shared = device_of(whole if world.rank == last else whole * 0)
@@ -380,7 +380,7 @@ def test_other_long_tensors_pass_through_page_locked_memory(
     dist.broadcast(shared, last)
     dist.gather(row, gathered, last)
     dist.scatter(mine, given if world.rank == last else None, last)
-    assert {each.name for each in synchronizations} <= {"event"}
+    assert {wait.name for wait in synchronizations} <= {"event"}
     for piece, content in zip((*got, joined), (*to_me, torch.cat(to_me)), strict=True):
         assert torch.equal(values(piece), content)
     assert torch.equal(values(shared), whole)
@@ -400,7 +400,7 @@ def test_long_reductions_to_one_rank_pass_through_page_locked_memory(
     synchronizations.clear()
     dist.reduce(tensor, 1)
     dist.reduce_scatter_tensor(equal, given)
-    assert {each.name for each in synchronizations} <= {"event"}
+    assert {wait.name for wait in synchronizations} <= {"event"}
     if world.rank == 1 or not dist.group.WORLD.uses_library:
         expected = content * (factor if world.rank == 1 else world.rank + 1)
         assert torch.equal(values(tensor), expected)
@@ -430,7 +430,7 @@ def test_copies_are_recorded_when_the_device_carries_them_out():
     events = recorder.take_device_spans(device_of(fake_device.current()).mark)
     now = recorder.now()
     lanes = timeline.COPY_OUT, timeline.COPY_BACK
-    by_lane = [[each for each in events if each.lane == lane] for lane in lanes]
+    by_lane = [[event for event in events if event.lane == lane] for lane in lanes]
     for spans in by_lane:
         assert len(spans) == CHUNKS
         assert all(span.end - span.start > 0.9 * COPY_SEC for span in spans[:-1])

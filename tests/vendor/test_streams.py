@@ -66,22 +66,22 @@ class OnTwoStreams(nn.Module):
 
     def forward(self, x):
         side = Side(x)
-        found = self.first(x)
+        hidden = self.first(x)
         with side.current():
             y = x.detach().requires_grad_()  # so that backward needs the weights
             other = self.both(y)
         be_late(x, 0.2)
-        found = found + self.both(x)
+        hidden = hidden + self.both(x)
         with side.current(), torch.no_grad():
             count = self.forwards + 1
             be_late(x, 0.3)
             self.forwards.copy_(count)
-        found = found + self.third(x)
+        hidden = hidden + self.third(x)
         with side.current():
             other = self.second(other)
             if other.requires_grad:
                 other.register_hook(be_late)
-        return found + side.joined(other)
+        return hidden + side.joined(other)
 
 
 class InOnePiece:
@@ -111,11 +111,11 @@ class ByReducer(InOnePiece):
 
     def train(self, x):
         self._reducer.arm(self._weight)
-        found = self.model(x)
-        found.square().mean().backward()
+        output = self.model(x)
+        output.square().mean().backward()
         self._reducer.finish()
         self.step()
-        return found
+        return output
 
 
 class ByDdp(InOnePiece):
@@ -127,10 +127,10 @@ class ByDdp(InOnePiece):
         self._sum.weight = self._weight
 
     def train(self, x):
-        found = self._ddp(x)
-        found.square().mean().backward()
+        output = self._ddp(x)
+        output.square().mean().backward()
         self.step()
-        return found
+        return output
 
 
 class InShards:
@@ -163,8 +163,8 @@ class InShards:
     def train(self, x):
         self._reducer.arm(1 / self._world.size)
         with self._whole("unshard"):
-            found = self.model(x)
-            found.square().mean().backward()
+            output = self.model(x)
+            output.square().mean().backward()
         if self._sharded_model is not None:
             self._reducer.end_round()
         self._reducer.finish()
@@ -172,7 +172,7 @@ class InShards:
             optimizer.step()
         self._shards.zero_gradients()
         self._reducer.share_values()
-        return found
+        return output
 
     @contextmanager
     def _whole(self, source):
@@ -186,10 +186,10 @@ class InShards:
     def values(self):
         self._reducer.check_values()
         with self._whole("unshard_any"):
-            found = [values(parameter) for parameter in self.model.parameters()]
+            weights = [values(parameter) for parameter in self.model.parameters()]
         if self._gathering is not None:
             self._gathering.join_others()
-        return found
+        return weights
 
     def close(self):
         self._reducer.close()
@@ -228,8 +228,8 @@ def test_a_model_that_computes_on_two_streams_trains_like_one_process(world, way
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
     steps = optimizers(alone)
     for _ in range(STEPS):
-        found, expected = trained.train(x.to(world.device)), alone(x)
-        assert (values(found) - expected).abs().max().item() <= 1e-4
+        output, expected = trained.train(x.to(world.device)), alone(x)
+        assert (values(output) - expected).abs().max().item() <= 1e-4
         expected.square().mean().backward()
         for optimizer in steps:
             optimizer.step()
@@ -252,8 +252,8 @@ def test_the_memory_of_values_in_parts_is_kept_for_each_stream_that_uses_them(wo
         with side.current():
             model[0](x)
         be_late(x, 0.2)
-        found = model[0](x)
+        output = model[0](x)
         with side.current():
             model[1](x)
-        assert torch.equal(values(found), expected)
+        assert torch.equal(values(output), expected)
         sharded.end()
