@@ -52,7 +52,10 @@ class CollectiveCalls(dist.ProcessGroup):
         if tensors[0].is_sparse and op == dist.ReduceOp.SUM:
             return self._sum_sparse(tensors, opts)
         return self._start(
-            *("all_reduce", tensors, [], opts),
+            "all_reduce",
+            tensors,
+            [],
+            opts,
             lambda host: call_for_each(host.allreduce, _reductions(zip(tensors), op)),
             _all_reduce_on_library(opts),
             op,
@@ -67,7 +70,10 @@ class CollectiveCalls(dist.ProcessGroup):
         opts.asyncOp = True
         op = reduction(tensor.dtype, opts.reduceOp)
         return self._start(
-            *("all_reduce", [tensor], [], opts),
+            "all_reduce",
+            [tensor],
+            [],
+            opts,
             lambda host: partial(host.allreduce_flat, tensor, op),
         )
 
@@ -91,10 +97,17 @@ class CollectiveCalls(dist.ProcessGroup):
 
     def _sum_sparse(self, tensors: Tensors, opts: c10d.AllreduceOptions) -> Work:
         """Sum each `torch.sparse_coo` tensor over all ranks, in place. No library supports it."""
-        return self._start(
-            *("all_reduce", tensors, [], opts),
-            lambda host: call_for_each(host.sum_sparse, [(tensor,) for tensor in tensors]),
-            *(None, None, True),
+        return self._run(
+            Collective(
+                name="all_reduce",
+                outputs=tensors,
+                inputs=[],
+                options=opts,
+                on_host=lambda host: call_for_each(
+                    host.sum_sparse, [(tensor,) for tensor in tensors]
+                ),
+                takes_sparse=True,
+            )
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
@@ -109,7 +122,10 @@ class CollectiveCalls(dist.ProcessGroup):
         op = opts.reduceOp
         root = opts.rootRank
         return self._start(
-            *("reduce", tensors, [], opts),
+            "reduce",
+            tensors,
+            [],
+            opts,
             lambda host: call_for_each(
                 host.reduce, _reductions([(tensor, root) for tensor in tensors], op)
             ),
@@ -121,7 +137,10 @@ class CollectiveCalls(dist.ProcessGroup):
         opts = opts or c10d.BroadcastOptions()
         root = opts.rootRank
         return self._start(
-            *("broadcast", tensors, [], opts),
+            "broadcast",
+            tensors,
+            [],
+            opts,
             lambda host: call_for_each(host.broadcast, [(tensor, root) for tensor in tensors]),
             lambda library, outputs, _: [library.broadcast(outputs, opts)],
         )
@@ -139,7 +158,10 @@ class CollectiveCalls(dist.ProcessGroup):
                     f"input {tensor.numel()}; they must be equal"
                 )
         return self._start(
-            *("all_gather", outputs, inputs, opts),
+            "all_gather",
+            outputs,
+            inputs,
+            opts,
             lambda host: call_for_each(host.all_gather, pairs),
             lambda library, outputs, inputs: [library.allgather(outputs, inputs, opts)],
         )
@@ -164,7 +186,10 @@ class CollectiveCalls(dist.ProcessGroup):
         for output, tensor in pairs:
             check_whole(output, tensor, self.size(), "all_gather_single")
         return self._start(
-            *("all_gather", outputs, inputs, opts),
+            "all_gather",
+            outputs,
+            inputs,
+            opts,
             lambda host: call_for_each(host.all_gather_single, pairs),
             partial(torch_releases.all_gather_single, opts),
         )
@@ -176,7 +201,10 @@ class CollectiveCalls(dist.ProcessGroup):
         if pieces:
             check_pieces(pieces, inputs[0], self.size(), "gather", equal=True)
         return self._start(
-            *("gather", pieces, inputs, opts),
+            "gather",
+            pieces,
+            inputs,
+            opts,
             lambda host: partial(host.gather, pieces, inputs[0], root),
             lambda library, pieces, inputs: [
                 library.gather([pieces] if pieces else [], inputs, opts)
@@ -202,7 +230,10 @@ class CollectiveCalls(dist.ProcessGroup):
         if pieces:
             check_pieces(pieces, outputs[0], self.size(), "scatter", equal=True)
         return self._start(
-            *("scatter", outputs, pieces, opts),
+            "scatter",
+            outputs,
+            pieces,
+            opts,
             lambda host: partial(host.scatter, outputs[0], pieces, root),
             lambda library, outputs, pieces: [
                 library.scatter(outputs, [pieces] if pieces else [], opts)
@@ -217,7 +248,10 @@ class CollectiveCalls(dist.ProcessGroup):
         for output, pieces in pairs:
             check_pieces(pieces, output, self.size(), "reduce_scatter")
         return self._start(
-            *("reduce_scatter", outputs, inputs, opts),
+            "reduce_scatter",
+            outputs,
+            inputs,
+            opts,
             lambda host: call_for_each(host.reduce_scatter, _reductions(pairs, op)),
             lambda library, outputs, inputs: [library.reduce_scatter(outputs, inputs, opts)],
             op,
@@ -238,7 +272,10 @@ class CollectiveCalls(dist.ProcessGroup):
         for output, tensor in pairs:
             check_whole(tensor, output, self.size(), "reduce_scatter_single")
         return self._start(
-            *("reduce_scatter", outputs, inputs, opts),
+            "reduce_scatter",
+            outputs,
+            inputs,
+            opts,
             lambda host: call_for_each(host.reduce_scatter_single, _reductions(pairs, op)),
             partial(torch_releases.reduce_scatter_single, opts),
             op,
@@ -249,7 +286,10 @@ class CollectiveCalls(dist.ProcessGroup):
         for pieces in (outputs, inputs):
             check_pieces(pieces, inputs[0], self.size(), "all_to_all")
         return self._start(
-            *("all_to_all", outputs, inputs, opts),
+            "all_to_all",
+            outputs,
+            inputs,
+            opts,
             lambda host: partial(host.all_to_all, outputs, inputs),
             lambda library, outputs, inputs: [library.alltoall(outputs, inputs, opts)],
         )
@@ -267,7 +307,10 @@ class CollectiveCalls(dist.ProcessGroup):
         received = element_counts(output, output_splits, self.size())
         sent = element_counts(tensor, input_splits, self.size())
         return self._start(
-            *("all_to_all", [output], [tensor], opts),
+            "all_to_all",
+            [output],
+            [tensor],
+            opts,
             lambda host: partial(host.all_to_all_single, output, received, tensor, sent),
             partial(torch_releases.all_to_all_single, (output_splits, input_splits), opts),
         )

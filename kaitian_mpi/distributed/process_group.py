@@ -177,8 +177,13 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
 
                 thread = f"kaitian-messages-{self._name}"
                 self._mailbox = Mailbox(
-                    *(self.comms.messages, thread, self._arrivals, self._timeout),
-                    *(self._worker.fail, self._make_thread, self._has_accelerators),
+                    self.comms.messages,
+                    thread,
+                    self._arrivals,
+                    self._timeout,
+                    self._worker.fail,
+                    self._make_thread,
+                    self._has_accelerators,
                 )
             return self._mailbox
 

@@ -138,18 +138,26 @@ class StepTimer:
         if gathered is None:
             return None
         steps, rows, computed, waited, *progress = gathered.T.copy()
-        batches = {rank: (e, n, -t) for rank, (t, e, n) in enumerate(zip(*progress, strict=True))}
-        if len(set(batches.values())) > 1:
-            furthest = max(batches.values())
-            behind = [rank for rank, reached in batches.items() if reached == furthest]
-            texts = {
-                rank: f"{int(-trained)} batches up to batch {int(number)} of an epoch"
-                for rank, (_, number, trained) in batches.items()
-            }
-            raise AgreedError(
-                f"--adaptive: in step {self._reported}, {ranks_text(behind)} left out a batch that "
-                f"the others have trained on: {by_value(texts)}; if the script catches an error, "
-                "such as of memory, leave that batch out on every rank, or let the error end the "
-                "job"
-            )
+        self._check_same_batches([*zip(*progress, strict=True)])
         return RankSteps(steps.astype(int), rows.astype(int), computed, waited)
+
+    def _check_same_batches(self, progress: Sequence[tuple[float, float, float]]) -> None:
+        """Check that all ranks have trained on the same batches.
+
+        `progress` is, by rank, how many batches it has trained on, and the epoch and the number of
+        the latest one. Raises an `AgreedError` if they differ.
+        """
+        if len(set(progress)) == 1:
+            return
+        # A rank that leaves a batch out is further in the loader, or has trained on fewer batches.
+        reached = [(epoch, number, -trained) for trained, epoch, number in progress]
+        skipping = [rank for rank, place in enumerate(reached) if place == max(reached)]
+        texts = {
+            rank: f"{int(trained)} batches up to batch {int(number)} of an epoch"
+            for rank, (trained, _, number) in enumerate(progress)
+        }
+        raise AgreedError(
+            f"--adaptive: in step {self._reported}, {ranks_text(skipping)} left out a batch that "
+            f"the others have trained on: {by_value(texts)}; if the script catches an error, such "
+            "as of memory, leave that batch out on every rank, or let the error end the job"
+        )

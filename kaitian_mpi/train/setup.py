@@ -156,7 +156,9 @@ def check_same_samples(world: World, name: str, data: Any) -> None:
         _log.warning(
             "the inputs of %d of %d %s samples differ between ranks, although their shapes and "
             "classes agree; unless augmentation is random, give every host the same files",
-            *(differing, len(same_samples), name),
+            differing,
+            len(same_samples),
+            name,
         )
 
 

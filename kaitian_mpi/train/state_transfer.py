@@ -279,9 +279,7 @@ def _leave_memory(piece: torch.Tensor) -> None:
     """Free the memory of a part of a mapped file, whose values can be read again."""
     begin = piece.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     length = piece.data_ptr() + piece.nbytes - begin
-    ctypes.CDLL(None).madvise(
-        *(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
-    )
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 def _is_large(value: Any) -> bool:

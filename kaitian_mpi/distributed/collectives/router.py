@@ -44,7 +44,8 @@ def _warn_of_device(rank: str, device: torch.device) -> None:
         "%s communicates tensors on %s, which is not its device: it may compute on another rank's. "
         "Use the device that kaitian_mpi.init() returns, or start the script by kaitian-run: see "
         "'Which device a rank takes' in docs/scripts.md",
-        *(rank, device),
+        rank,
+        device,
     )
 
 

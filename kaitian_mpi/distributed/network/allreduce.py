@@ -99,7 +99,10 @@ class HostAllreduce:
         length = _ENCODED_PART * len(self._hosts)
         rounds = (
             self._round(
-                *(number, chunk, SUM, 0),
+                number,
+                chunk,
+                SUM,
+                0,
                 partial(encoded, residual=residual, start=start + number * length),
                 unit=BLOCK,
             )

@@ -87,7 +87,11 @@ def _budget(
     expected_optimizers = optimizers or [AdamW(trained)]
     planned = nn.ParameterList(map(as_plain, model.parameters()))
     return divide_memory(
-        *(_SETTINGS, world, planned, expected_optimizers, _used(world, model)),
+        _SETTINGS,
+        world,
+        planned,
+        expected_optimizers,
+        _used(world, model),
         settings.shards_parameters,
     )
 

@@ -31,7 +31,7 @@ class HostParameters(ScriptParameters):
     def __init__(self, module: nn.Module, numbers: Collection[int], device: torch.device) -> None:
         """Let some parameters of a module look as if they were on a device. Not collective."""
         self._changes = dict.fromkeys(numbers, 0)
-        super().__init__(*(module, numbers, device), *(self._whole, self._version, self._keep))
+        super().__init__(module, numbers, device, self._whole, self._version, self._keep)
         # By `data`: a change of a detached tensor would count as one of the parameter.
         self._values = {number: self._parameters[number].data for number in numbers}
         for number in numbers:

@@ -44,8 +44,8 @@ class LentParameters(HostParameters):
             module: whose parameters they are.
             numbers: of these parameters.
             device: where they are used.
-            read: reads a parameter by its number, and the number of changes that the script has
-                made to it; None on rank 0 itself.
+            read: reads a parameter's values from rank 0, given its number and how often the script
+                has changed it; None on rank 0 itself.
         """
         self._read_first = read
         self._lock = threading.Lock()
@@ -55,9 +55,9 @@ class LentParameters(HostParameters):
             self._values.clear()
 
     def serve(self, number: int, changes: int) -> Any:
-        """Return rank 0's values of a parameter, as another rank's script has changed it so often.
+        """Return the values that a parameter had on rank 0 after so many changes by the script.
 
-        `NOT_YET` if rank 0's script is behind.
+        Another rank's script has changed it that often. `NOT_YET` if rank 0's script has not.
         """
         with self._lock:
             if self._changes[number] < changes:
@@ -65,7 +65,8 @@ class LentParameters(HostParameters):
             if self._changes[number] > changes:
                 return self._before[number, changes]
             # Copies, as the script may change the values while they are sent.
-            return [(b, e, rows.to("cpu", copy=True)) for b, e, rows in super()._whole(number)]
+            pieces = super()._whole(number)
+            return [(begin, end, rows.to("cpu", copy=True)) for begin, end, rows in pieces]
 
     def _whole(self, number: int) -> Sequence[Piece]:
         if self._read_first is None or not self._holds(number):
@@ -76,10 +77,10 @@ class LentParameters(HostParameters):
     def _keep(self, number: int, values: torch.Tensor) -> None:
         with self._lock:
             if self._read_first is None:
-                rows = super()._whole(number)
+                pieces = super()._whole(number)
                 memory = HostMemory([*self._parameters.values()])
                 self._before[number, self._changes[number]] = [
-                    (begin, end, memory.keep([values])) for begin, end, values in rows
+                    (begin, end, memory.keep([rows])) for begin, end, rows in pieces
                 ]
                 self._values[number].copy_(values)
             self._changes[number] += 1
@@ -91,9 +92,10 @@ def is_lent(parameter: Any) -> bool:
 
 
 def move_from_meta(module: nn.Module, device: torch.device) -> list[str]:
-    """Let what a module has on meta be on a device, without values yet. Not collective.
+    """Move a module's parameters and buffers from meta to a device, without values yet.
 
-    Large parameters take no memory there. Optimizers that have the parameters keep them.
+    Large parameters take no memory there. Optimizers that have the parameters keep them. Not
+    collective.
 
     Returns:
         The names of these parameters and buffers.
@@ -146,7 +148,8 @@ def give_rows(
     """Send parts of parameters that rank 0 has whole to their owners. Collective.
 
     Yields:
-        What this rank has got: a parameter's number, begin and end, and the rows, on its device.
+        The parts that this rank has received: a parameter's number, the first row and the row after
+        the last, with the rows on the parameter's device.
     """
     for part in parts:
         parameter = parameters[part.parameter]

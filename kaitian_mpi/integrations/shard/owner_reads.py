@@ -39,13 +39,17 @@ _LONGEST_WAIT_SEC = 300.0
 
 class _Request(NamedTuple):
     source: int
+    """The rank that asks."""
     tag: int
+    """Of the reply."""
     numbers: list[int]
+    """What `serve` is called with."""
     since: float
+    """When it arrived, by `time.monotonic`."""
 
 
 class OwnerReads:
-    """A thread that answers the other ranks' requests, and these requests."""
+    """Reads from other ranks, and answers their reads in a thread."""
 
     def __init__(self, comm: MPI.Intracomm, serve: Serve) -> None:
         """Start to answer by `serve`, until all ranks have come to their exit. Collective."""
@@ -103,7 +107,8 @@ class OwnerReads:
     def _run(self) -> None:
         from mpi4py import MPI
 
-        status, idle_since = MPI.Status(), time.monotonic()
+        status = MPI.Status()
+        idle_since = time.monotonic()
         while not self._stop.is_set():
             try:
                 if self._comm.Iprobe(MPI.ANY_SOURCE, _REQUEST, status):
@@ -123,8 +128,8 @@ class OwnerReads:
         source = status.Get_source()
         numbers = np.empty(status.Get_count() // 8, dtype=np.int64)
         self._receive(numbers, source, _REQUEST)
-        tag, *what = numbers.tolist()
-        return _Request(source, tag, what, time.monotonic())
+        tag, *named_state = numbers.tolist()
+        return _Request(source, tag, named_state, time.monotonic())
 
     def _answer(self, request: _Request) -> bool:
         """Answer a request, if its state is there; return whether it is answered."""

@@ -93,9 +93,10 @@ class Placement:
         return change_or_keep
 
     def begin(self, module: nn.Module, is_synchronized: bool) -> None:
-        """Let a module that begins on meta be on this rank's device, until `synchronize`.
+        """Move a module that begins on meta to this rank's device, without values.
 
-        Not collective. `is_synchronized` says that `synchronize` will follow.
+        `synchronize` gives it values; `is_synchronized` says that it will be called. Not
+        collective.
 
         Raises:
             UserError: it will not, or this is rank 0, whose values the other ranks get.
@@ -127,10 +128,10 @@ class Placement:
 
     @contextmanager
     def releasing(self, module: nn.Module) -> Iterator[GiveRows]:
-        """Let parameters be plain ones that stay on the host, and yield what gives them to ranks.
+        """Make parameters plain ones, still on the host, and yield what gives them to the ranks.
 
-        Those that rank 0 alone has, have no values elsewhere until they are given. In the block, no
-        others stay when they are moved.
+        Parameters that only rank 0 has are without values on the other ranks until they are given.
+        In the block, modules move as usual: nothing stays on the host.
         """
         staying = [(parameter, holder) for _, parameter, holder in on_host(module)]
         lent = [
@@ -157,15 +158,13 @@ class Placement:
         parameters = dict(module.named_parameters())
         shapes = {name: str(list(p.shape)) for name, p in parameters.items() if is_large(p)}
         check_same(comm, shapes, _ADVICE)
-        own_missing = self._without_values.pop(module, [])
-        own_staying = [name for name, parameter, _ in on_host(module) if not is_lent(parameter)]
-        gathered = gather_values(comm, [own_staying, own_missing])
-        staying, missing = (
-            sorted({name for names in by_rank for name in names})
-            for by_rank in zip(*gathered, strict=True)
-        )
+        missing_here = self._without_values.pop(module, [])
+        staying_here = [name for name, parameter, _ in on_host(module) if not is_lent(parameter)]
+        gathered = gather_values(comm, [staying_here, missing_here])
+        staying = sorted({name for names, _ in gathered for name in names})
+        missing = sorted({name for _, names in gathered for name in names})
         if missing:
-            self._give_missing(module, missing, own_missing)
+            self._give_missing(module, missing, missing_here)
         values = {
             name: holder.values_of(p) for name, p, holder in on_host(module) if not is_lent(p)
         }
@@ -192,7 +191,7 @@ class Placement:
         return holder.serve(number, changes)
 
     def _give_missing(
-        self, module: nn.Module, missing: Sequence[str], own_missing: Collection[str]
+        self, module: nn.Module, missing: Sequence[str], missing_here: Collection[str]
     ) -> None:
         """Give ranks what they have no values of; what is large stays on rank 0. Collective."""
         parameters = dict(module.named_parameters())
@@ -203,7 +202,7 @@ class Placement:
         holder = self._lend(module, large)
         for name in missing:
             if name not in parameters:  # a buffer that ranks have may differ, as DDP permits
-                self._give(tensors[name], receives=name in own_missing)
+                self._give(tensors[name], receives=name in missing_here)
             elif not is_lent(parameters[name]):
                 self._give(tensors[name])
         self._lent.append(_nothing if holder is None else weakref.ref(holder))

@@ -182,7 +182,8 @@ class BackgroundWriter:
                 _log.warning(
                     "skipping the checkpoint of step %d: an earlier one is still being written; "
                     "the next is of step %d",
-                    *(self.last_submitted, step),
+                    self.last_submitted,
+                    step,
                 )
         while self._pending and self._pending[0].done():
             self._pending.pop(0).result()
@@ -212,7 +213,9 @@ class BackgroundWriter:
         if isinstance(error, OSError) or reason != self.fault:
             _log.warning(
                 "checkpoint of step %d could not be written: %s; training continues; %s",
-                *(step, reason, self.describe_kept()),
+                step,
+                reason,
+                self.describe_kept(),
             )
         self.fault = reason
 

@@ -60,7 +60,8 @@ def check_chain(task: Task, chain: Sequence[nn.Module], batches: Sequence[Any]) 
             except Exception as error:  # e.g. of a kernel that only the device has
                 _log.warning(
                     "the layers are not compared with the model, which fails on the host (%s: %s)",
-                    *(type(error).__name__, str(error).partition("\n")[0]),
+                    type(error).__name__,
+                    str(error).partition("\n")[0],
                 )
                 return
             _compare(whole, chain, calls)
