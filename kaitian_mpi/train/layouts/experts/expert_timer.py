@@ -103,20 +103,60 @@ class ExpertTimer:
         self._last: Callable[[], object] = _sleep
 
     def measure(self, optimizers: Sequence[Optimizer]) -> RankExperts:
-        """Return what the experts take on this rank, and how many tokens they get."""
+        """Return the seconds and the memory of experts on this rank, and how many tokens they get.
+
+        Raises:
+            UserError: this rank has no memory for the model without its experts.
+        """
         enter_phase("the benchmark")
         base = self._base_bytes(optimizers)
         limit = max(base, memory_limit(self._world))
-        states = usual_states(optimizers)
-        samples, kept, rows = 0, 0.0, [Rows() for _ in self._mixtures]
+        samples = 0
+        sample_bytes = 0.0
+        rows = [Rows() for _ in self._mixtures]
         if self._setup.task.loss is not None:
-            samples, kept, rows = self._count_tokens()
+            samples, sample_bytes, rows = self._count_tokens()
+        experts, times = self._measure_experts(rows, samples, optimizers)
+        counts: list[int] = []
+        for mixture, mixture_rows in zip(self._mixtures.values(), rows, strict=True):
+            counts += mixture_rows.counts or [0] * len(mixture.experts)
+            if samples:  # tokens that are sent, and what comes back
+                sample_bytes += (
+                    _COPIES * mixture_rows.row_bytes * sum(mixture_rows.counts) / samples
+                )
+        fixed_sec, token_sec, update_sec = (tuple(column) for column in zip(*times, strict=True))
+        # While an optimizer steps all at once, it allocates as much as what it steps.
+        is_at_once = steps_at_once(optimizers, self._device.is_host)
+        temporary = is_at_once / (2 + usual_states(optimizers))
+        info = self._world.info
+        rank = ExpertRank(
+            info.kind,
+            info.node,
+            _UNMEASURED,
+            fixed_sec,
+            token_sec,
+            update_sec,
+            (limit - base) / (1 + temporary),
+            sample_bytes,
+            base,
+            _MIRRORED_ON_HOST if self._device.is_host else _MIRRORED,
+            self._device.pace.factor if self._device.is_host else 0.0,
+        )
+        return RankExperts(rank, tuple(experts), tuple(counts), samples)
+
+    def _measure_experts(
+        self, rows: Sequence[Rows], samples: int, optimizers: Sequence[Optimizer]
+    ) -> tuple[list[Expert], list[tuple[float, float, float]]]:
+        """Return the experts of all mixtures, with the seconds of a call, a token and an update.
+
+        Experts that are alike are timed once. `rows` are those of each mixture for so many samples.
+        """
+        states = usual_states(optimizers)
         rates = optimizer_rates(self._world, optimizers) if self._is_timed else (0.0, 0.0)
-        seconds_and_bytes: dict[Any, tuple[float, float, float]] = {}
         alike = Counter(map(_structure, experts_of(self._mixtures)))
+        timed: dict[Any, tuple[float, float, float]] = {}
         experts: list[Expert] = []
         times: list[tuple[float, float, float]] = []
-        counts: list[int] = []
         for number, (mixture, mixture_rows) in enumerate(
             zip(self._mixtures.values(), rows, strict=True)
         ):
@@ -127,44 +167,28 @@ class ExpertTimer:
                 tokens_per_expert = step_tokens / shares
             for expert in mixture.experts:
                 key = (_structure(expert), mixture_rows.width, mixture_rows.dtype)
-                if key not in seconds_and_bytes:
+                if key not in timed:
                     held = -(-alike[_structure(expert)] // self._world.size)
-                    seconds_and_bytes[key] = self._time(
-                        expert, mixture_rows, int(tokens_per_expert), len(seconds_and_bytes), held
+                    timed[key] = self._time(
+                        expert, mixture_rows, int(tokens_per_expert), len(timed), held
                     )
-                fixed, per_token, kept_bytes = seconds_and_bytes[key]
+                call_sec, token_sec, token_bytes = timed[key]
                 trained = [p for p in expert.parameters() if p.requires_grad]
                 trained_bytes = sum(p.nbytes for p in trained)
-                size = sum(p.nbytes for p in (*expert.parameters(), *expert.buffers()))
-                update = len(trained) * rates[0] + trained_bytes * rates[1]
-                held = size + trained_bytes * (1 + states)
-                kept_bytes += _COPIES * mixture_rows.row_bytes
+                update_sec = len(trained) * rates[0] + trained_bytes * rates[1]
+                weight_bytes = sum(p.nbytes for p in (*expert.parameters(), *expert.buffers()))
                 experts.append(
-                    Expert(number, held, kept_bytes, mixture_rows.row_bytes, trained_bytes, size)
+                    Expert(
+                        mixture=number,
+                        held_bytes=weight_bytes + trained_bytes * (1 + states),
+                        kept_bytes=token_bytes + _COPIES * mixture_rows.row_bytes,
+                        row_bytes=mixture_rows.row_bytes,
+                        trained_bytes=trained_bytes,
+                        weight_bytes=weight_bytes,
+                    )
                 )
-                times.append((fixed, per_token, update))
-            counts += mixture_rows.counts or [0] * len(mixture.experts)
-            if samples:  # tokens that are sent, and what comes back
-                kept += _COPIES * mixture_rows.row_bytes * sum(mixture_rows.counts) / samples
-        fixed_sec, token_sec, update_sec = (tuple(column) for column in zip(*times, strict=True))
-        # While an optimizer steps all at once, it allocates as much as what it steps.
-        is_at_once = steps_at_once(optimizers, self._device.is_host)
-        temporary = is_at_once / (2 + states)
-        info = self._world.info
-        rank = ExpertRank(
-            info.kind,
-            info.node,
-            _UNMEASURED,
-            fixed_sec,
-            token_sec,
-            update_sec,
-            (limit - base) / (1 + temporary),
-            kept,
-            base,
-            _MIRRORED_ON_HOST if self._device.is_host else _MIRRORED,
-            self._device.pace.factor if self._device.is_host else 0.0,
-        )
-        return RankExperts(rank, tuple(experts), tuple(counts), samples)
+                times.append((call_sec, token_sec, update_sec))
+        return experts, times
 
     def keep_busy(self) -> None:
         """Compute something, to keep the cores loaded while other ranks are still timed."""
@@ -198,9 +222,9 @@ class ExpertTimer:
         return max(0.0, used) + state
 
     def _count_tokens(self) -> tuple[int, float, list[Rows]]:
-        """Return how many tokens of some samples each expert gets.
+        """Return a number of samples, the bytes of activations of a sample, and the mixtures' rows.
 
-        As the number of samples, the bytes of activations of a sample, and the rows by mixture.
+        The rows have the tokens that each expert gets of these samples.
         """
         data, world = self._setup.train, self._world
         count = max(1, min(len(data), _MOST_SAMPLES, equal_share(self._config, world.size)))
@@ -235,10 +259,11 @@ class ExpertTimer:
     def _time(
         self, expert: nn.Module, rows: Rows, tokens: int, done: int, held: int
     ) -> tuple[float, float, float]:
-        """Return the seconds of a call and of a token, and the bytes kept of a token.
+        """Return the seconds of a call and of a token, and the bytes that are kept of a token.
 
-        By copies, as many as a rank may hold if it holds `held`: as in training, the parameters of
-        one are not in a cache.
+        Copies of the expert are timed in turn, up to the `held` experts like it that a rank holds,
+        so that the parameters of one are not in a cache, as in training. `done` experts have been
+        timed before, and leave less time for this one.
         """
         size = sum(parameter.nbytes for parameter in expert.parameters())
         if not self._is_timed or not rows.width:
@@ -316,15 +341,15 @@ def _sleep() -> None:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Callable[[], list[Rows]]]:
-    """Collect what the mixtures of a model get in the block."""
+    """Yield a function that returns what each mixture of a model got in the block so far."""
     rows_of: dict[nn.Module, Rows] = {}
 
-    def note(module: nn.Module, given: Any, _: Any) -> None:
+    def note(module: nn.Module, inputs: Any, _: Any) -> None:
         assert isinstance(module, Experts)
         counts, before = module.tokens_by_expert, rows_of.get(module, Rows()).counts
         if before:  # it is called several times
             counts = [a + b for a, b in zip(counts, before, strict=True)]
-        tokens = given[0]
+        tokens = inputs[0]
         rows_of[module] = Rows(tokens.shape[-1], tokens.dtype, tuple(counts))
 
     mixtures = list(find_mixtures(model).values())
@@ -337,6 +362,6 @@ def watched(model: nn.Module) -> Iterator[Callable[[], list[Rows]]]:
 
 
 def _structure(expert: nn.Module) -> tuple[Any, ...]:
-    """Return what experts have in common that take the same time."""
+    """Return a key that is equal for experts that take the same time."""
     shapes = [(p.shape, p.dtype, p.requires_grad) for p in expert.parameters()]
     return (str(expert), *shapes)

@@ -33,7 +33,7 @@ class Opener(Protocol):
 
 
 class Travel:
-    """Carries rows and replies, and knows how long that took."""
+    """Carries rows and replies, and measures how long that takes."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Travel:
         self.waited_sec = 0.0
         """How long this rank has waited so far."""
         self.total_sec = 0.0
-        """How long rows were under way so far, and computed."""
+        """How long rows were under way or computed so far."""
         self.computed_sec = 0.0
         """How long this rank's device has computed replies, as far as it has finished them."""
         self._hides = True
@@ -80,7 +80,7 @@ class Travel:
     def carry(
         self,
         trips: Sequence[Trip],
-        own: torch.Tensor,
+        own_rows: torch.Tensor,
         reply: Reply,
         opener: Opener | None = None,
     ) -> list[torch.Tensor]:
@@ -88,16 +88,16 @@ class Travel:
 
         Args:
             trips: begun with this rank's rows.
-            own: those that stay here.
+            own_rows: those whose experts are on this rank.
             reply: computes a reply.
-            opener: says what arrives, while rows are computed in the order of arrival. None: that
-                is known, and they are computed in the order of the trips, so that what they add up
-                to is the same each time.
+            opener: opens the trips when their headers arrive; rows are computed in the order of
+                arrival. None: the trips are open, and rows are computed in the order of the trips,
+                so that the gradients that they add up to are the same each time.
 
         Returns:
             The replies to this rank's rows, by the rank that they were sent to.
         """
-        begin, rank = time.perf_counter(), self.routes.rank
+        begin = time.perf_counter()
         delayed: list[tuple[Trip, int, dict[int, torch.Tensor]]] = []
 
         def ready() -> Trip | None:
@@ -117,7 +117,7 @@ class Travel:
 
         if not self._hides:
             self._wait_until(is_all_here)
-        by_rank = self._compute(reply, 0, {rank: own})
+        by_rank = self._compute(reply, 0, {self.routes.rank: own_rows})
         while not _are_taken(trips):
             self._wait_until(lambda: ready() is not None or _are_taken(trips))
             trip = ready()
