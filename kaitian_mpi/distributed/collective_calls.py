@@ -166,6 +166,18 @@ class CollectiveCalls(dist.ProcessGroup):
             lambda library, outputs, inputs: [library.allgather(outputs, inputs, opts)],
         )
 
+    def gather_together(self, outputs: list[Tensors], inputs: Tensors, in_background: bool) -> Work:
+        """Gather each rank's `inputs[i]` into `outputs[i]`, a list by rank, in host memory.
+
+        The tensors are contiguous, and sizes may differ; see `gradients.gather_together`.
+        """
+        opts = c10d.AllgatherOptions()
+        opts.asyncOp = in_background
+        return self._start(
+            *("all_gather", outputs, inputs, opts),
+            lambda host: partial(host.all_gather_together, outputs, inputs),
+        )
+
     def allgather_coalesced(
         self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:

@@ -222,6 +222,33 @@ def sum_gradients(
     return None
 
 
+def gather_together(
+    pieces: Sequence[Sequence[torch.Tensor]],
+    tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    in_background: bool = False,
+) -> list[Any]:
+    """Gather each rank's `tensors[i]` into `pieces[i]`, by rank, with few messages. Collective.
+
+    The tensors are contiguous. Returns the works; none if they are done.
+    """
+    chosen: Any = group or dist.group.WORLD
+    if hasattr(chosen, "gather_together") and not uses_library(chosen):
+        lists = [list(by_rank) for by_rank in pieces]
+        works = [chosen.gather_together(lists, list(tensors), in_background)]
+    else:
+        works = [
+            dist.all_gather(list(by_rank), tensor, group=chosen, async_op=True)
+            for by_rank, tensor in zip(pieces, tensors, strict=True)
+        ]
+    if in_background:
+        return works
+    for work in works:
+        work.wait()
+    return []
+
+
 class Fraction:
     """This rank's fraction of a total over the ranks, which it sums, collectively, if not given."""
 

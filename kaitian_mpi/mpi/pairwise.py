@@ -30,32 +30,42 @@ DIFFERENT_SIZES = (
     "one shape first, as those of unequal batches (Accelerate's pad_across_processes does)"
 )
 
+Pieces = Sequence["torch.Tensor | None"]
+"""By rank."""
+
 _threads = threading.local()
 
 
-def exchange(
-    comm: MPI.Comm, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
-) -> None:
+def exchange(comm: MPI.Comm, sent: Pieces, received: Pieces) -> None:
     """Send `sent[r]` to rank r and receive `received[r]` from it; None and empty are skipped.
 
     Raises:
         CollectiveError: a rank sends more than fits in `received[r]`.
     """
+    exchange_all(comm, [(sent, received)])
+
+
+def exchange_all(comm: MPI.Comm, transfers: Sequence[tuple[Pieces, Pieces]]) -> None:
+    """Do several exchanges at the same time: see `exchange`."""
     ranks = others(comm.rank, comm.size)
     arriving: list[MPI.Request] = []
-    leaving: dict[int, MPI.Request] = {}
+    leaving: list[tuple[int, MPI.Request]] = []
     try:
-        for rank in ranks:
-            if (piece := received[rank]) is not None and piece.numel():
-                arriving.append(comm.Irecv(as_raw_buffer(piece), rank, tags.PAIRWISE))
-        for rank in ranks:
-            if (piece := sent[rank]) is not None and piece.numel():
-                leaving[rank] = comm.Isend(as_raw_buffer(piece), rank, tags.PAIRWISE)
-        target, source = received[comm.rank], sent[comm.rank]
-        if target is not None and source is not None and target.data_ptr() != source.data_ptr():
-            target.view(-1).copy_(source.view(-1))
+        for _, received in transfers:
+            for rank in ranks:
+                if (piece := received[rank]) is not None and piece.numel():
+                    arriving.append(comm.Irecv(as_raw_buffer(piece), rank, tags.PAIRWISE))
+        for sent, _ in transfers:
+            for rank in ranks:
+                if (piece := sent[rank]) is not None and piece.numel():
+                    request = comm.Isend(as_raw_buffer(piece), rank, tags.PAIRWISE)
+                    leaving.append((rank, request))
+        for sent, received in transfers:
+            target, source = received[comm.rank], sent[comm.rank]
+            if target is not None and source is not None and target.data_ptr() != source.data_ptr():
+                target.view(-1).copy_(source.view(-1))
         # Not by Waitall: if one fails, Open MPI frees others that go on, and ends the job then.
-        for request in (*arriving, *leaving.values()):
+        for request in (*arriving, *(request for _, request in leaving)):
             request.Wait()
     except MPI.Exception as error:
         unlike = different_sizes_error(error)
@@ -63,8 +73,11 @@ def exchange(
             ulfm.revoke_all()  # so that all requests end, besides those to a lost rank
             if not ulfm.is_revoked(comm):
                 raise
-            keep_alive(sent, [leaving.pop(rank, None) for rank in ulfm.lost_ranks(comm)])
-        for request in (*arriving, *leaving.values()):  # they use memory that is no longer ours
+            lost = ulfm.lost_ranks(comm)
+            keep_alive(transfers, [request for rank, request in leaving if rank in lost])
+            leaving = [(rank, request) for rank, request in leaving if rank not in lost]
+        # They use memory that is no longer ours.
+        for request in (*arriving, *(request for _, request in leaving)):
             with suppress(MPI.Exception):
                 request.Wait()
         raise unlike or error from error

@@ -204,7 +204,9 @@ class HostOperations:
 
         Equal ones go as in `all_gather_single`: Accelerate calls either, by a rank's own device.
         """
-        if self._gathers_in_rounds(pieces, tensor):
+        if relay := self._relay_if_long(self.size * max(piece.nbytes for piece in pieces)):
+            self._sizes.check_gather(pieces, tensor)
+            rounds.all_gather_in_rounds(self._comm, relay, pieces, tensor)
             return
         are_equal = all(piece.numel() == tensor.numel() for piece in pieces)
         if not are_equal or self.size * tensor.nbytes > _LONG_GATHER_BYTES:
@@ -216,13 +218,28 @@ class HostOperations:
             with writing([piece]):
                 piece.detach().copy_(part.view(piece.shape))
 
+    def all_gather_together(self, lists: Sequence[Tensors], tensors: Tensors) -> None:
+        """Gather every rank's `tensors[i]` into `lists[i]`; all at once, if no rank has a device.
+
+        The tensors are contiguous.
+        """
+        if self._relay is not None:
+            for pieces, tensor in zip(lists, tensors, strict=True):
+                self.all_gather(pieces, tensor)
+            return
+        transfers = [
+            ([tensor] * self.size, [*pieces]) for pieces, tensor in zip(lists, tensors, strict=True)
+        ]
+        self._sizes.check_exchanges(transfers)
+        pairwise.exchange_all(self._comm, transfers)
+
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
-        if output.nbytes > staging.MAX_PINNED_BYTES:
+        if self._relay_if_long(output.nbytes):
             dense = contiguous(output)
-            if self._gathers_in_rounds(dense.view(-1).split(tensor.numel()), tensor):
-                from_host(dense, output)
-                return
+            self.all_gather(dense.view(-1).split(tensor.numel()), tensor)
+            from_host(dense, output)
+            return
         host = to_host(output, read=False)
         source = to_host(tensor)
         source = separate(source, host)
@@ -239,19 +256,6 @@ class HostOperations:
                 parts = host.view(-1).split(source.numel())
                 pairwise.exchange(self._comm, [source] * self.size, parts)
         from_host(host, output)
-
-    def _gathers_in_rounds(self, pieces: Tensors, tensor: torch.Tensor) -> bool:
-        """Gather long tensors if one rank has an accelerator; return whether they were.
-
-        Raises:
-            CollectiveError: the ranks have lists of different sizes; on every rank.
-        """
-        sizes = [piece.nbytes for piece in pieces]
-        if (relay := self._relay_if_long(self.size * max(sizes))) is None:
-            return False
-        self._sizes.check_gather(pieces, tensor)
-        rounds.all_gather_in_rounds(self._comm, relay, pieces, tensor)
-        return True
 
     def _relay_if_long(self, nbytes: int) -> Relay | None:
         """Return the relay through which so many bytes, on all ranks, pass in rounds, if any."""

@@ -50,17 +50,25 @@ class Sizes:
         Raises:
             CollectiveError: a rank sends another what that does not receive.
         """
+        return self.check_exchanges([(sent, received)])
+
+    def check_exchanges(self, transfers: Sequence[tuple[Tensors, Tensors]]) -> int:
+        """Return the same of several exchanges at the same time.
+
+        Raises:
+            CollectiveError: a rank sends another what that does not receive.
+        """
         size = self._comm.size
         sizes = [
             0 if piece is None else piece.nbytes
-            for pieces in (sent, received)
+            for transfer in transfers
+            for pieces in transfer
             for piece in pieces or [None] * size
         ]
-        rows = self._gathered(sizes)
-        leaving = rows[:, :size]
-        arriving = rows[:, size:]
+        rows = self._gathered(sizes).reshape(size, len(transfers), 2, size)
+        leaving, arriving = rows[:, :, 0], rows[:, :, 1]
         _refuse_if((leaving != arriving.T).any())
-        return int(max(leaving.sum(1).max(), arriving.sum(1).max()))
+        return int(max(leaving.sum((1, 2)).max(), arriving.sum((1, 2)).max()))
 
     def _gathered(self, numbers: list[int]) -> np.ndarray:
         """Return every rank's numbers, one row for each."""
