@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kaitian_mpi.balance.shares import apportion
@@ -15,6 +15,7 @@ from kaitian_mpi.balance.shares import apportion
 # A parameter larger than this fraction of the smallest share is divided by rows, so that a rank's
 # bytes differ from its share by no more than that, and each bucket has rows for every rank.
 _LARGE = 0.01
+_TOGETHER = 1 / 16  # of all sharded parameters' bytes: what is gathered, or summed, together
 _NEGLIGIBLE = 1e-9  # a fraction that only rounding leaves
 _MANY_RANKS = 64  # above this, only a half turn of the circle is tried
 NO_MIRROR = -1
@@ -41,9 +42,34 @@ class Need(NamedTuple):
     values: see `ShardReducer`."""
 
 
-def bucket_cap(largest: int) -> int:
-    """Return the bytes at which a bucket is full, given those of the largest sharded parameter."""
-    return min(BUCKET_CAPS[1], max(BUCKET_CAPS[0], largest))
+def bucket_cap(largest: int, sharded: int) -> int:
+    """Return the most bytes of sharded parameters that are gathered, or summed, together.
+
+    Each message has a fixed cost, and memory for a few of them is planned: so they grow with the
+    model, up to a bucket. A parameter with more bytes has a message of its own.
+
+    Args:
+        largest: the bytes of the model's largest parameter.
+        sharded: those of all its sharded parameters.
+    """
+    return min(BUCKET_CAPS[1], max(BUCKET_CAPS[0], largest, int(_TOGETHER * sharded)))
+
+
+def cut_into_runs(keys: Sequence[int], sizes: Mapping[int, int], limit: int) -> list[list[int]]:
+    """Cut a sequence into runs, of which each has at most `limit` bytes, or a single key.
+
+    A key may occur several times; in a run its bytes count once.
+    """
+    runs: list[list[int]] = []
+    room = 0
+    for key in keys:
+        is_new = not runs or key not in runs[-1]
+        if not runs or (is_new and sizes[key] > room):
+            runs.append([])
+            room = limit
+        runs[-1].append(key)
+        room -= sizes[key] * is_new
+    return runs
 
 
 class Part(NamedTuple):

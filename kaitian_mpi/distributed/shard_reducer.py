@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kaitian_mpi.balance.ownership import BUCKET_CAPS, Part, bucket_cap
+from kaitian_mpi.balance.ownership import BUCKET_CAPS, Part, cut_into_runs
 from kaitian_mpi.distributed.collectives.staging import keep_for_current_stream
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gathering import Gathering
@@ -64,8 +64,13 @@ class _Buckets:
             self.buckets.append(
                 ShardBucket(members, members_parts, chosen.size(), chosen.rank(), is_sharded, pads)
             )
-        self.pool = BufferPool(len(self.buckets) if buffers is None else buffers)
-        self.pool.prepare(self.buckets)
+        whole = [bucket for bucket in self.buckets if not bucket.is_sharded]
+        sharded = [bucket for bucket in self.buckets if bucket.is_sharded]
+        self.pool = BufferPool(len(whole) if buffers is None else buffers)
+        """For the buckets of parameters that are whole on each rank."""
+        self.pool.prepare(whole)
+        self.sharded_pool = BufferPool(IN_FLIGHT)
+        self.sharded_pool.prepare(sharded)
 
     def clear(self) -> None:
         """Free the buckets and the buffers."""
@@ -74,19 +79,36 @@ class _Buckets:
         self.indices = []
         self.buckets = []
         self.pool = BufferPool(0)
+        self.sharded_pool = BufferPool(0)
+
+    def pool_of(self, bucket: ShardBucket) -> BufferPool:
+        """Return the pool of a bucket's buffers."""
+        return self.sharded_pool if bucket.is_sharded else self.pool
 
     def _group_into_buckets(self, caps: tuple[int, int]) -> list[list[int]]:
         """Give each parameter that fills a bucket one of its own, which then needs no copy."""
         parameters = self.trained.parameters
+        whole = [index for index in range(len(parameters)) if not self._is_sharded(index)]
         buckets: list[list[int]] = []
-        for indices in group_into_buckets(parameters, caps):
+        for places in group_into_buckets([parameters[index] for index in whole], caps):
+            indices = [whole[place] for place in places]
             large = [index for index in indices if parameters[index].nbytes >= caps[1]]
-            buckets += [[index] for index in large]
             small = [index for index in indices if index not in large]
-            sharded = [index for index in small if self._is_sharded(index)]
-            whole = [index for index in small if index not in sharded]
-            buckets += filter(None, (sharded, whole))
-        return buckets
+            buckets += [[index] for index in large]
+            if small:
+                buckets.append(small)
+        buckets += self._group_sharded(caps[1])
+        return sorted(buckets, key=lambda bucket: -bucket[-1])
+
+    def _group_sharded(self, cap: int) -> list[list[int]]:
+        """Return the buckets of sharded parameters, of at most `cap` bytes or one parameter."""
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        sizes: dict[int, int] = {}
+        for index, parameter in reversed([*enumerate(self.trained.parameters)]):
+            if self._is_sharded(index):
+                by_dtype.setdefault(parameter.dtype, []).append(index)
+                sizes[index] = parameter.nbytes
+        return [run for indices in by_dtype.values() for run in cut_into_runs(indices, sizes, cap)]
 
     def _is_sharded(self, index: int) -> bool:
         return self.numbers[index] in self._sharded
@@ -132,7 +154,7 @@ class _SumsInFlight:
         self, bucket: ShardBucket, weight: float | None, adds: bool, is_last_round: bool
     ) -> None:
         """Start to sum a bucket's gradients, each rank's times its weight. Collective."""
-        buffer = bucket.fill(weight, self._layout.pool)
+        buffer = bucket.fill(weight, self._layout.pool_of(bucket))
         result = torch.empty_like(bucket.padded) if adds else bucket.padded
         work = bucket.start_sum(result, buffer, self._group)
         self._in_flight.append(_BucketSum(bucket, work, buffer, result, adds, is_last_round))
@@ -150,7 +172,7 @@ class _SumsInFlight:
                     bucket.padded.add_(result)
                 if is_last_round and bucket.has_mirrors:
                     self._sent_to_mirrors.append(bucket.start_mirroring(self._group))
-                bucket.release(buffer, self._layout.pool)
+                bucket.release(buffer, self._layout.pool_of(bucket))
 
     def wait_for_mirrors(self) -> None:
         """Wait for all sums, also at the mirrors."""
@@ -167,9 +189,10 @@ class _SumsInFlight:
         """Return whether a sum in progress takes memory beyond the buffers set aside.
 
         If values may arrive during the next forward, there are buffers for all buckets but those of
-        one parameter, and the device need not wait for a rank that is behind.
+        one parameter and of sharded ones, and the device need not wait for a rank that is behind.
         """
-        return not self._values.overlap or bucket_sum.bucket.is_whole or bucket_sum.adds
+        bucket = bucket_sum.bucket
+        return not self._values.overlap or bucket.is_whole or bucket.is_sharded or bucket_sum.adds
 
 
 @not_compiled
@@ -231,7 +254,7 @@ class ShardReducer:
         self._facts = StepFacts()
         self.values = OwnersValues(model, targets, group, waits, overlaps)
         if gathering is not None:
-            bucket_caps = BUCKET_CAPS[0], bucket_cap(max(p.nbytes for p in model.parameters()))
+            bucket_caps = BUCKET_CAPS[0], gathering.together
         with torch._C.DisableTorchFunctionSubclass():  # of parameters without their values
             buffers = None if self.values.overlap else IN_FLIGHT
             self._layout = _Buckets(model, parts, group, gathering, bucket_caps, buffers)

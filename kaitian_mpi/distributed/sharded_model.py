@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from kaitian_mpi.balance.ownership import bucket_cap
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.collectives.staging import ends_of_streams, keep_for_current_stream
 from kaitian_mpi.distributed.pending_parameter import (
@@ -243,6 +244,17 @@ class ShardedModel:
             return memory[parameter.dtype][: parameter.numel()].view(parameter.shape)
 
         return source
+
+    def nbytes(self, number: int) -> int:
+        """Return the bytes of a whole parameter."""
+        parameter = self._parameters[number]
+        with torch._C.DisableTorchFunctionSubclass():
+            return parameter.numel() * parameter.element_size()
+
+    def bytes_together(self) -> int:
+        """Return the most bytes of parameters that are gathered together: see `bucket_cap`."""
+        largest = max(parameter.nbytes for parameter in self._model.parameters())
+        return bucket_cap(largest, sum(map(self.nbytes, self.numbers)))
 
     def empty_values(self, number: int) -> torch.Tensor:
         """Return new memory for a whole parameter, on the device."""

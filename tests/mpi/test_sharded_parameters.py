@@ -15,7 +15,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from kaitian_mpi.distributed.gathering import Gathering
+from kaitian_mpi.balance import ownership
+from kaitian_mpi.balance.ownership import cut_into_runs
+from kaitian_mpi.distributed.gathering import Gathering, ParameterGathers
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.train.task import Task
@@ -142,16 +144,18 @@ def test_parameters_must_be_used_in_the_same_order(world, make_run):
 
 
 @pytest.mark.parametrize("can_overlap", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_the_next_parameter_is_gathered_while_one_computes(
-    world, make_run, monkeypatch, can_overlap
+@pytest.mark.parametrize("cap", [1, pytest.param(3000, marks=pytest.mark.thorough)])
+def test_the_next_parameters_are_gathered_while_one_computes(
+    world, make_run, monkeypatch, can_overlap, cap
 ):
-    """If there is room for it; from the second step on, when the order is known."""
+    """If there is room for them; from the second step on, when the order is known."""
+    monkeypatch.setattr(ownership, "BUCKET_CAPS", (cap, cap))
     rounds = [[]]
 
     def noting(name, function):
-        def call(gathering, number):
+        def call(gathering, number, *options, **named):
             rounds[-1].append((name, number))
-            return function(gathering, number)
+            return function(gathering, number, *options, **named)
 
         return call
 
@@ -159,21 +163,33 @@ def test_the_next_parameter_is_gathered_while_one_computes(
         rounds.append([])
         function(gathering)
 
-    for name in ("unshard", "_start_gather"):
-        monkeypatch.setattr(Gathering, name, noting(name, getattr(Gathering, name)))
+    for kind, name in ((Gathering, "unshard"), (ParameterGathers, "start")):
+        monkeypatch.setattr(kind, name, noting(name, getattr(kind, name)))
     monkeypatch.setattr(Gathering, "end_round", end_round)
-    _, run = make_run(can_overlap=can_overlap, evaluates=False)
+    task, run = make_run(can_overlap=can_overlap, evaluates=False)
     train(world, run, 3, [])
     run.close()
     first, second, *_ = rounds
     order = [number for name, number in second if name == "unshard"]
-    assert first == [("unshard", number) for number in order]
-    ahead = [("_start_gather", number) for number in order[1:]]
-    if can_overlap:
-        alternating = itertools.chain(*itertools.zip_longest(second[::2], ahead))
-        assert second == [call for call in alternating if call is not None]
-    else:
-        assert second == first
+    assert first == [
+        call for number in order for call in (("unshard", number), ("start", [number]))
+    ]
+    sizes = {number: p.numel() * 8 for number, p in enumerate(task.model.parameters())}
+    runs = cut_into_runs(order, sizes, cap)
+    started = [numbers for name, numbers in second if name == "start"]
+    assert started == [[*dict.fromkeys(numbers)] for numbers in runs]
+    firsts = [*itertools.accumulate(map(len, runs), initial=0)][:-1]  # uses before each run's
+    begun = 0
+    used = 0
+    for name, _ in second:
+        if name == "start":
+            begun += 1
+            assert begun <= sum(first < used for first in firsts) + can_overlap
+            continue
+        current = sum(first <= used for first in firsts) - 1
+        if can_overlap and used == firsts[current] > 0:
+            assert begun > current or {*runs[current]} & {*runs[current - 1]}
+        used += 1
 
 
 class Square(torch.autograd.Function):

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
+from kaitian_mpi.balance import ownership
 from kaitian_mpi.balance.ownership import without_mirrors
 from kaitian_mpi.distributed.sharded_model import can_be_sharded
 from kaitian_mpi.errors import AgreedError, UnsupportedError, UserError
@@ -68,6 +69,7 @@ def give(monkeypatch, world, shares, is_sharded):
         return Owners(without_mirrors(shares[: world.size]), frozenset(numbers), True, "")
 
     monkeypatch.setattr(trainer_shards, "find_owners", find_owners)
+    monkeypatch.setattr(ownership, "BUCKET_CAPS", (256, 2048))  # of what is gathered together
 
 
 @pytest.fixture(params=["whole", "sharded"])
@@ -975,6 +977,24 @@ def wrapped_again(model, module, data):
     return state_of(optimizer)
 
 
+def changed_after_its_gather(model, module, data):
+    """What was gathered ahead is not used after the script has changed the values."""
+    optimizer = adamw(module.parameters())
+    for step in range(STEPS + 2):
+        x, y = data(step)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        if step == STEPS:
+            model(x)  # a forward without a backward, before the values change
+        optimizer.step()
+    optimizer.zero_grad()
+    loss = loss_of(model(x), y)
+    for parameter in module.parameters():
+        parameter.data.mul_(0.9)
+    loss.backward()
+    optimizer.step()
+
+
 def state_reset(model, module, data):
     """The ways in which scripts reset or change an optimizer's state by themselves."""
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
@@ -1054,6 +1074,7 @@ FOUND = {
     loop.__name__: loop
     for loop in (
         *(late_with_scaler, scaler_of_two_optimizers, group_of_another_model, wrapped_again),
+        changed_after_its_gather,
         *(state_reset, copy_of_an_optimizer, state_dict_of_an_earlier_step, kept_data),
         *(thrown_away_under_no_sync, unfrozen_before_clearing),
     )

@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from kaitian_mpi.balance import ownership
 from kaitian_mpi.balance.ownership import without_mirrors
 from kaitian_mpi.distributed.sharded_model import can_be_sharded
 from kaitian_mpi.errors import UserError
@@ -586,6 +587,7 @@ def run(case, world):
         ]
         return Owners(without_mirrors(case.shares), frozenset(sharded), case.prefetches, "")
 
+    caps = random.Random(f"caps {case.seed}").choice([ownership.BUCKET_CAPS, (128, 512), (1, 1)])
     warnings.simplefilter("ignore")
     try:
         expected = Loop(case, world, is_own=False).run()
@@ -594,6 +596,7 @@ def run(case, world):
     with (
         mock.patch.object(trainer_shards, "find_owners", find_owners),
         mock.patch.object(host_parameters, "is_worth_sharding", can_be_sharded),
+        mock.patch.object(ownership, "BUCKET_CAPS", caps),  # of what is gathered together
     ):
         try:
             found = Loop(case, world, is_own=True).run()

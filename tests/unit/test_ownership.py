@@ -6,7 +6,13 @@ from itertools import pairwise
 import pytest
 from jobs import PYTHON, run_alone
 
-from kaitian_mpi.balance.ownership import divide, with_mirrors, without_mirrors
+from kaitian_mpi.balance.ownership import (
+    bucket_cap,
+    cut_into_runs,
+    divide,
+    with_mirrors,
+    without_mirrors,
+)
 from kaitian_mpi.devices.memory_limit import parse_memory
 from kaitian_mpi.errors import UserError
 
@@ -82,6 +88,32 @@ def test_a_rank_mirrors_as_much_as_it_owns_and_for_other_hosts_if_possible(
 def test_emulated_memory_is_parsed():
     assert parse_memory("", 2) == [0, 0]
     assert parse_memory("1:600MB, 2:1.5GB", 3) == [0, 600_000_000, 1_500_000_000]
+
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("largest", "sharded", "cap"),
+    [(1, 2, MB), (2 * MB, 16 * MB, 2 * MB), (MB, 64 * MB, 4 * MB), (64 * MB, 999 * MB, 8 * MB)],
+)
+def test_what_is_gathered_together_grows_with_the_model_up_to_a_bucket(largest, sharded, cap):
+    assert bucket_cap(largest, sharded) == cap
+
+
+@pytest.mark.parametrize(
+    ("keys", "limit", "runs"),
+    [
+        ([], 4, []),
+        ([1, 2, 3, 4], 4, [[1, 2], [3], [4]]),
+        ([4, 1, 2, 3, 3, 1, 4], 5, [[4, 1], [2, 3, 3], [1, 4]]),
+        ([1, 2, 1, 2, 1], 3, [[1, 2, 1, 2, 1]]),
+        ([9, 9, 1], 4, [[9, 9], [1]]),
+    ],
+)
+def test_runs_have_at_most_as_many_bytes_or_one_key_whose_bytes_count_once(keys, limit, runs):
+    sizes = {1: 1, 2: 2, 3: 3, 4: 4, 9: 9}
+    assert cut_into_runs(keys, sizes, limit) == runs
 
 
 @pytest.mark.parametrize("text", ["1", "3:600MB", "1:600", "1:0MB", "x:1MB", "1:-1GB"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kaitian_mpi.distributed.gathering import BUCKET, Gathering
+from kaitian_mpi.distributed.gathering import BUCKET, GatheredRun, Gathering
 from kaitian_mpi.integrations.shard.script_parameters import ScriptParameters
 
 _COMPARED_ROUNDS = 3  # ranks whose orders differ for so long will not agree later
@@ -18,14 +18,25 @@ class OpenGathering(Gathering):
     """Gathers in an order that ranks have in common, and reads from owners what is not in it.
 
     In the first rounds each rank notes what it uses. If the ranks have used the same, they gather
-    it together from then on, and the next parameter while one computes with another. A rank that
+    it together from then on, and the next parameters while one computes with others. A rank that
     uses another one reads that from its owners, and joins the others' gathers when it sums
-    gradients.
+    gradients. So it reads what the script has changed since it was gathered.
     """
 
-    def __init__(self, model: ScriptParameters, *args: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        model: ScriptParameters,
+        *args: Any,
+        read_version: Callable[[int], Any],
+        **options: Any,
+    ) -> None:
+        """Gather as `Gathering` does.
+
+        `read_version` returns what is another one once a parameter's owners have other values.
+        """
         super().__init__(model, *args, **options)
         self._read = model.read
+        self._read_version = read_version
         self._compared_rounds = 0
 
     def unshard(self, number: int) -> torch.Tensor:
@@ -57,9 +68,17 @@ class OpenGathering(Gathering):
             self._compared_rounds += 1
             orders = self._exchange(json.dumps(self._recorded))
             if len(set(orders)) == 1:
-                self._order = self._recorded
+                self._agree_on(self._recorded)
         self._recorded = []
-        self._place = 0
+        self._rewind()
+
+    def version(self, number: int) -> Any:
+        """Return what is another one once a parameter's owners have other values."""
+        return self._read_version(number)
+
+    def _take(self, run: GatheredRun, number: int) -> torch.Tensor:
+        values = super()._take(run, number)
+        return values if run.versions[number] == self._read_version(number) else self._read(number)
 
     def _next(self) -> int | None:
         assert self._order is not None

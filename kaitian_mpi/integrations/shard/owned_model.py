@@ -304,6 +304,7 @@ class OwnedModel:
             exchange = partial(gather_values, self._world.comm)
             gathering = OpenGathering(
                 *(self.sharded, self.rows.parts, self.rows.targets, exchange),
+                read_version=self.rows.version,
                 group=self._options["group"],
                 waits=self._calls.waiting_in_round,
                 prefetches=self._prefetches,

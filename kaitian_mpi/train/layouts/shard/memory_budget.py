@@ -30,7 +30,9 @@ from kaitian_mpi.train.measure.rank_timer import memory_limit
 from kaitian_mpi.train.setup import Setup
 
 _BUFFERS = 4  # of a bucket: its gradients, two that are being summed, and the heap's gaps
-_UNSHARDED = 4  # sharded parameters: one that is whole, its gradient, two that are being summed
+# Sharded parameters, or several together: those that are whole, their gradients, and two that are
+# being summed.
+_UNSHARDED = 4
 _MIN_SHARDED_BYTES = 1 << 17  # smaller parameters stay whole on each rank
 USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
 # The fraction of a rank's budget for its owned and mirrored parts; the rest is for activations. On
@@ -261,10 +263,10 @@ def shard_needs(
         sharded_bytes = sum(parameters[number].nbytes for number in numbers)
         largest = max(p.nbytes for p in parameters)
         whole = [p.nbytes for n, p in enumerate(parameters) if p.requires_grad and n not in numbers]
-        bucket = bucket_cap(largest)
+        bucket = bucket_cap(largest, sharded_bytes)
         owned = owned + sharded_bytes
-        buffers = _UNSHARDED * max(largest, bucket)
-        ahead = max(parameters[number].nbytes for number in numbers)
+        ahead = max(largest, bucket)
+        buffers = _UNSHARDED * ahead
         needs.append(Need(owned, bucket, buffers, ahead, freed=sharded_bytes, copied=sum(whole)))
     return needs, numbers
 
