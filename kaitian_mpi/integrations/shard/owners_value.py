@@ -69,7 +69,8 @@ class OwnersValue(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         used: list[torch.Tensor] = []
-        args, kwargs = _with_values(args, used), _with_values(kwargs or {}, used)
+        args = _with_values(args, used)
+        kwargs = _with_values(kwargs or {}, used)
         versions = [whole._version for whole in used]
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)

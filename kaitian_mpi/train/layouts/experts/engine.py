@@ -113,7 +113,8 @@ class ExpertsEngine(Engine):
 
     def _weight_of(self, index: int) -> float:
         """Return the factor of a micro-batch's loss in that of the global batch."""
-        step, weight_of_share = self.step, self.step.weight_of_share
+        step = self.step
+        weight_of_share = step.weight_of_share
         if not step.weights[index] or weight_of_share is None:
             return 0.0
         return weight_of_share() * step.weights[index] / step.rank_weight
@@ -167,7 +168,8 @@ class ExpertsEngine(Engine):
             self.exchange.finish_forwards()
             done += 1
             yield result
-        length, shares = len(self._setup.validation), self.sampler.batch_sizes
+        length = len(self._setup.validation)
+        shares = self.sampler.batch_sizes
         most = max(
             len(evaluation_indices(length, rank, shares, min(MAX_BATCH, size or MAX_BATCH)))
             for rank, size in enumerate(self._micro_batch_sizes)

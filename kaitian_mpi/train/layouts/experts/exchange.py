@@ -104,7 +104,8 @@ class TokenExchange:
             UserError: another rank does not compute the same mixture now.
         """
         if self._is_alone:
-            outputs, by_expert = experts.compute(rows, counts), wanted
+            outputs = experts.compute(rows, counts)
+            by_expert = wanted
         else:
             outputs, by_expert = self._compute_with_others(experts, rows, counts, wanted)
         total = sum(wanted if self._weight is None else by_expert) / experts.top_k

@@ -226,7 +226,8 @@ class ExpertTimer:
 
         The rows have the tokens that each expert gets of these samples.
         """
-        data, world = self._setup.train, self._world
+        data = self._setup.train
+        world = self._world
         count = max(1, min(len(data), _MOST_SAMPLES, equal_share(self._config, world.size)))
         indices = [(world.rank * count + index) % len(data) for index in range(count)]
         batch = self._computation.place(data[indices])
@@ -346,7 +347,8 @@ def watched(model: nn.Module) -> Iterator[Callable[[], list[Rows]]]:
 
     def note(module: nn.Module, inputs: Any, _: Any) -> None:
         assert isinstance(module, Experts)
-        counts, before = module.tokens_by_expert, rows_of.get(module, Rows()).counts
+        counts = module.tokens_by_expert
+        before = rows_of.get(module, Rows()).counts
         if before:  # it is called several times
             counts = [a + b for a, b in zip(counts, before, strict=True)]
         tokens = inputs[0]

@@ -59,7 +59,7 @@ class KeepsFacts(Protocol):
 
 
 class ExpertMoves(Replanning):
-    """Compares what steps take with what was planned, and finds out if a move is worth it.
+    """Compares the time of steps with the planned one, and finds out if a move is worth it.
 
     A run's first steps calibrate its plan, also if it is static: in training, experts are slower
     than when they are timed alone.
@@ -100,7 +100,8 @@ class ExpertMoves(Replanning):
         super().__init__(config, loop, sum(self._placement.batch_sizes))
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
-        before, self._computed_sec = self._computed_sec, self._travel.computed_sec
+        before = self._computed_sec
+        self._computed_sec = self._travel.computed_sec
         if not self._trial.is_over:
             return
         self._expert_sec.append(self._computed_sec - before)
@@ -118,14 +119,19 @@ class ExpertMoves(Replanning):
         self._step_sec.append(float((times.work_sec + times.wait_sec).max()))
 
     def _propose(self, work_sec: list[float], steps_left: int) -> Proposal | None:
-        world, facts, is_first = self._loop.world, self._keeper.facts, self._calibrates
+        world = self._loop.world
+        facts = self._keeper.facts
+        is_first = self._calibrates
         self._calibrates = False
         tokens = tokens_like(facts, np.sum(self._counts, axis=0))
         expert_sec = gather_values(world.comm, median(self._expert_sec))
-        dense_sec = [max(0.0, a - b) for a, b in zip(work_sec, expert_sec, strict=True)]
+        dense_sec = [
+            max(0.0, rank_sec - of_experts)
+            for rank_sec, of_experts in zip(work_sec, expert_sec, strict=True)
+        ]
         observed = Observed(tokens, dense_sec, expert_sec, median(self._step_sec))
-        for noted in (self._counts, self._expert_sec, self._step_sec):
-            noted.clear()
+        for window in (self._counts, self._expert_sec, self._step_sec):
+            window.clear()
         base = self._profiles.plan(self._config, world)
         if world.rank != 0:  # may round otherwise
             return None
