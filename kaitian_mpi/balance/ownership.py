@@ -15,7 +15,7 @@ from kaitian_mpi.balance.shares import apportion
 # A parameter larger than this fraction of the smallest share is divided by rows, so that a rank's
 # bytes differ from its share by no more than that, and each bucket has rows for every rank.
 _LARGE = 0.01
-_TOGETHER = 1 / 16  # of all sharded parameters' bytes: what is gathered, or summed, together
+_TOGETHER = 1 / 32  # of all sharded parameters' bytes: what is gathered, or summed, together
 _NEGLIGIBLE = 1e-9  # a fraction that only rounding leaves
 _MANY_RANKS = 64  # above this, only a half turn of the circle is tried
 NO_MIRROR = -1

@@ -74,7 +74,8 @@ def test_the_ranks_of_a_divided_model_take_what_was_estimated(mpirun, folder, la
     rows = tables(out)[layout]
     rows = rows * (2 // len(rows))
     options = f"--layout {layout} --emulate-memory 0:2GB,1:2GB --max-steps 2 --epochs 9"
-    options += " --balance off"
+    # Without measured times, stages have equally many layers, whatever these take.
+    options += " --balance off" if layout == "shard" else " --benchmark-seconds 0.5"
     mpirun(2, "kaitian-train", *TRAINING.split(), *options.split(), "--run-dir", "run")
     memory = summary_of(folder)["memory"]
     for row, measured in zip(rows, memory, strict=True):

@@ -95,7 +95,7 @@ MB = 1 << 20
 
 @pytest.mark.parametrize(
     ("largest", "sharded", "cap"),
-    [(1, 2, MB), (2 * MB, 16 * MB, 2 * MB), (MB, 64 * MB, 4 * MB), (64 * MB, 999 * MB, 8 * MB)],
+    [(1, 2, MB), (2 * MB, 16 * MB, 2 * MB), (MB, 128 * MB, 4 * MB), (64 * MB, 999 * MB, 8 * MB)],
 )
 def test_what_is_gathered_together_grows_with_the_model_up_to_a_bucket(largest, sharded, cap):
     assert bucket_cap(largest, sharded) == cap

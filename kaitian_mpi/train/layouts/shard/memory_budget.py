@@ -30,9 +30,7 @@ from kaitian_mpi.train.measure.rank_timer import memory_limit
 from kaitian_mpi.train.setup import Setup
 
 _BUFFERS = 4  # of a bucket: its gradients, two that are being summed, and the heap's gaps
-# Sharded parameters, or several together: those that are whole, their gradients, and two that are
-# being summed.
-_UNSHARDED = 4
+_UNSHARDED = 3  # sharded parameters gathered together: those that are whole, and two sums
 _MIN_SHARDED_BYTES = 1 << 17  # smaller parameters stay whole on each rank
 USUAL_STATES = 2  # of an optimizer, in parameters: Adam's moments
 # The fraction of a rank's budget for its owned and mirrored parts; the rest is for activations. On
@@ -266,7 +264,7 @@ def shard_needs(
         bucket = bucket_cap(largest, sharded_bytes)
         owned = owned + sharded_bytes
         ahead = max(largest, bucket)
-        buffers = _UNSHARDED * ahead
+        buffers = _UNSHARDED * ahead + largest  # one has its gradient beside
         needs.append(Need(owned, bucket, buffers, ahead, freed=sharded_bytes, copied=sum(whole)))
     return needs, numbers
 
