@@ -51,7 +51,7 @@ from kaitian_mpi.balance.ownership import without_mirrors
 from kaitian_mpi.balance.pipeline import Stage
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.distributed import shard_buckets
-from kaitian_mpi.distributed.gathering import Gathering
+from kaitian_mpi.distributed.gathering import ParameterGathers
 from kaitian_mpi.distributed.pending_parameter import PendingParameter
 from kaitian_mpi.distributed.shard_reducer import ShardReducer
 from kaitian_mpi.mpi.exchange import gather_values
@@ -307,15 +307,15 @@ def late_mirrored_values(world: Any) -> str:
 def late_parts(world: Any) -> str:
     """Parameters in parts that come late are waited for."""
     count = []
-    gather = Gathering._gather
+    start = ParameterGathers.start
 
-    def gather_late(gathering: Gathering, number: int) -> torch.Tensor:
+    def start_late(gathers: ParameterGathers, numbers: Any, **options: Any) -> Any:
         if world.rank == 1:
             delay(world, 0.01)
-        count.append(number)
-        return gather(gathering, number)
+        count.append(numbers)
+        return start(gathers, numbers, **options)
 
-    with in_parts(world), mock.patch.object(Gathering, "_gather", gather_late):
+    with in_parts(world), mock.patch.object(ParameterGathers, "start", start_late):
         text = check_weights(world, 1e-10, make_task(), layout="shard", mirrors=False)
     return expect(len(count) > STEPS, f"{text}; brought {len(count)} times")
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi import WeightedSum
 from kaitian_mpi.balance.ownership import without_mirrors
-from kaitian_mpi.distributed.gathering import Gathering
+from kaitian_mpi.distributed.gathering import ParameterGathers
 from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.shard_buckets import ShardBucket
 from kaitian_mpi.distributed.sharded_model import ShardedModel
@@ -210,14 +210,14 @@ WAYS = ByReducer, ByDdp, InShards, InShardsThatWait, InParts
 @pytest.mark.parametrize("way", by_default(WAYS, (ByReducer, InShards, InParts)))
 def test_a_model_that_computes_on_two_streams_trains_like_one_process(world, way, monkeypatch):
     def late(function):
-        def call(*arguments):
+        def call(*arguments, **options):
             be_late(torch.empty(0, device=world.device))
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return call
 
     monkeypatch.setattr(ShardBucket, "store", late(ShardBucket.store))
-    monkeypatch.setattr(Gathering, "_gather", late(Gathering._gather))
+    monkeypatch.setattr(ParameterGathers, "start", late(ParameterGathers.start))
     torch.manual_seed(5)
     alone = OnTwoStreams()
 

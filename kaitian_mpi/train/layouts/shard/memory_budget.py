@@ -264,7 +264,7 @@ def shard_needs(
         bucket = bucket_cap(largest, sharded_bytes)
         owned = owned + sharded_bytes
         ahead = max(largest, bucket)
-        buffers = _UNSHARDED * ahead + largest  # one has its gradient beside
+        buffers = _UNSHARDED * ahead
         needs.append(Need(owned, bucket, buffers, ahead, freed=sharded_bytes, copied=sum(whole)))
     return needs, numbers
 
