@@ -86,7 +86,10 @@ def accelerate():
             optimizer.step()
             optimizer.zero_grad()
             if index % EVERY == 0:
-                accelerator.save_state(f"saved/{index + 1}")
+                accelerator.save_state(f"unfinished/{index + 1}")
+                accelerator.wait_for_everyone()
+                if accelerator.is_main_process:  # so what a kill leaves unfinished is not resumed
+                    os.renames(f"unfinished/{index + 1}", f"saved/{index + 1}")
     return own
 
 
