@@ -86,7 +86,7 @@ def run_layouts(options: argparse.Namespace) -> Result:
     """Kills and stops at any moment in layouts shard, with and without mirrors, and pipeline."""
     script = str(HERE / "own_training.py"), "closed"
     result = layout_kills.measure(
-        *(options.ranks, options.trials, options.seed, script), amid_steps=options.amid_steps
+        options.ranks, options.trials, options.seed, script, amid_steps=options.amid_steps
     )
     layout_kills.show(result)
     return result
@@ -97,7 +97,7 @@ def run_experts(options: argparse.Namespace) -> Result:
     script = str(HERE / "own_training.py"), "closed"
     layouts = {"experts with mirrors": layout_kills.LAYOUTS["experts with mirrors"]}
     result = layout_kills.measure(
-        *(options.ranks, options.trials, options.seed, script, layouts), options.amid_steps
+        options.ranks, options.trials, options.seed, script, layouts, options.amid_steps
     )
     layout_kills.show(result)
     return result

@@ -174,7 +174,10 @@ class CollectiveCalls(dist.ProcessGroup):
         opts = c10d.AllgatherOptions()
         opts.asyncOp = in_background
         return self._start(
-            *("all_gather", outputs, inputs, opts),
+            "all_gather",
+            outputs,
+            inputs,
+            opts,
             lambda host: partial(host.all_gather_together, outputs, inputs),
         )
 

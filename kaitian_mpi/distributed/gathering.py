@@ -137,8 +137,7 @@ class ParameterGathers:
                 rank_rows = targets[0]  # which is copied to its place while it is sent
             elif targets:
                 torch.cat(targets, out=rank_rows)
-            lengths = {end - begin for begin, end in rows}
-            if by_library and len(lengths) == 1 and rows == sorted(rows):
+            if by_library and _are_equal_and_in_order(rows):
                 # In place: given a list, it gathers into one buffer and copies from there.
                 whole = values[number].view(-1)
                 work = all_gather_into(whole, rank_rows, group=self._group, async_op=in_background)
@@ -190,6 +189,11 @@ class ParameterGathers:
         return self._rows[number]
 
 
+def _are_equal_and_in_order(rows: Sequence[tuple[int, int]]) -> bool:
+    """Return whether all ranks have equally many rows of a parameter, in the order of ranks."""
+    return len({end - begin for begin, end in rows}) == 1 and list(rows) == sorted(rows)
+
+
 class Gathering:
     """Gathers parameters' values from their owners. Collective, unless stated otherwise."""
 
@@ -228,9 +232,8 @@ class Gathering:
         self._prefetches = prefetches
         self._runs: list[list[int]] = []  # the order without buckets, in what is gathered together
         self._started = 0  # runs of this round
-        self._under_way: deque[GatheredRun] = (
-            deque()
-        )  # the run that is used now, and maybe the next one
+        # The run that is used now, and maybe the next one.
+        self._under_way: deque[GatheredRun] = deque()
 
     def unshard(self, number: int) -> torch.Tensor:
         """Return the values of the parameter that the current round uses next.

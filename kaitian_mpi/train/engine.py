@@ -66,6 +66,7 @@ class Engine:
     computes_whole_model: ClassVar[bool] = True
     """Whether each rank does; else it computes some of the layers, or of the experts."""
     sampler_class: ClassVar[type[LoadAdaptiveSampler]] = LoadAdaptiveSampler
+    """What yields the samples that this rank reads in each step."""
 
     def __init__(
         self,
