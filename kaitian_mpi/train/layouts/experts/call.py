@@ -10,6 +10,7 @@ import torch
 from kaitian_mpi.distributed.experts import Experts
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.train.layouts.experts.headers import DTYPES, CallHeader, Headers
+from kaitian_mpi.train.layouts.experts.incoming import RowsAsTheyArrive, RowsInOrder
 from kaitian_mpi.train.layouts.experts.places import ExpertPlaces
 from kaitian_mpi.train.layouts.experts.routes import Tags, Trip
 from kaitian_mpi.train.layouts.experts.travel import Travel
@@ -81,7 +82,7 @@ class MixtureCall:
         headers = Headers(self._travel.routes, self._places, header, self._check, self._cut_to_here)
         blocks = rows.split(self._rows_to)
         trips = self._make_trips(blocks, is_backward=False)
-        headers.follow(trips)
+        incoming = RowsAsTheyArrive(trips, headers)
 
         def compute(peer: int, chunk: int, arrived: torch.Tensor) -> torch.Tensor:
             if peer == rank:
@@ -90,7 +91,7 @@ class MixtureCall:
                 counts = headers.chunks_of(peer)[chunk]
             return self._compute(peer, chunk, arrived, counts)
 
-        replies = self._travel.carry(trips, blocks[rank], compute, headers)
+        replies = self._travel.carry(incoming, blocks[rank], compute)
         wanted_by_peer = [headers.header_of(peer).wanted for peer in self._travel.routes.others]
         self.by_expert = [
             sum(of_ranks) for of_ranks in zip(self._wanted, *wanted_by_peer, strict=True)
@@ -110,7 +111,8 @@ class MixtureCall:
         trips = self._make_trips(blocks, is_backward=True)
         for trip in trips:
             trip.expect({peer: self._lengths_from(peer) for peer in trip.peers})
-        replies = self._travel.carry(trips, blocks[self._travel.routes.rank], self._backpropagate)
+        own_block = blocks[self._travel.routes.rank]
+        replies = self._travel.carry(RowsInOrder(trips), own_block, self._backpropagate)
         return torch.cat(replies)
 
     def _check(self, peer: int, header: CallHeader) -> None:
@@ -120,9 +122,7 @@ class MixtureCall:
             UserError: it does not.
         """
         name = self._places.name(self.mixture)
-        routes = self._travel.routes
-        rank = routes.world_rank(routes.rank)
-        other = routes.world_rank(peer)
+        rank, other = self._travel.routes.world_ranks_with(peer)
         if bool(header.needs_gradient) != self._needs_gradient:
             raise UserError(
                 f"--layout experts: {name} is computed with gradients on one of ranks {rank} and "

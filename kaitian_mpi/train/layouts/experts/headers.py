@@ -168,8 +168,7 @@ class Headers:
         """
         expected = self._rank_header
         if (header.number, header.mixture) != (expected.number, expected.mixture):
-            rank = self._routes.world_rank(self._routes.rank)
-            other = self._routes.world_rank(peer)
+            rank, other = self._routes.world_ranks_with(peer)
             raise UserError(
                 f"--layout experts: rank {other} {self._activity(header)}, while rank {rank} "
                 f"{self._activity(expected)}; every rank must compute the same Experts, in the "

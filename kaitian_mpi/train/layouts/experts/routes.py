@@ -277,6 +277,10 @@ class Routes:
         """Return a rank's number in the whole job."""
         return self._world_ranks[rank]
 
+    def world_ranks_with(self, peer: int) -> tuple[int, int]:
+        """Return the numbers of this rank and of a peer in the whole job, to name both."""
+        return self.world_rank(self.rank), self.world_rank(peer)
+
     def make_trips(self, tags: Tags, pieces: Callable[[int], list[torch.Tensor]]) -> list[Trip]:
         """Begin to send rows to all other ranks; `pieces` returns the chunks for one of them."""
         trips: list[Trip] = [

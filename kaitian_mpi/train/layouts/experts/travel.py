@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -18,18 +18,13 @@ from kaitian_mpi.devices.protocol import Mark
 from kaitian_mpi.observe.timeline import recorder
 from kaitian_mpi.runtime.polling import WaitContext, wait_until
 from kaitian_mpi.train.layouts.experts.arrivals import COMPUTING
+from kaitian_mpi.train.layouts.experts.incoming import IncomingRows
 from kaitian_mpi.train.layouts.experts.routes import Routes, Trip
 
 Reply = Callable[[int, int, torch.Tensor], torch.Tensor]
 """Returns the reply to rows, given the rank that sent them and the number of their chunk."""
 
 _WAIT = "tokens of other ranks"
-
-
-class Opener(Protocol):
-    """Opens trips when it is known what arrives."""
-
-    def open_trips(self, trips: Sequence[Trip]) -> None: ...
 
 
 class Travel:
@@ -78,69 +73,46 @@ class Travel:
         self._hides = chunks > 0
 
     def carry(
-        self,
-        trips: Sequence[Trip],
-        own_rows: torch.Tensor,
-        reply: Reply,
-        opener: Opener | None = None,
+        self, incoming: IncomingRows, own_rows: torch.Tensor, reply: Reply
     ) -> list[torch.Tensor]:
-        """Reply to this rank's own rows, and to others' as they arrive. Collective.
+        """Reply to this rank's own rows, and to those of others as they come. Collective.
 
         Args:
-            trips: begun with this rank's rows.
+            incoming: the rows of others, on trips that have begun with this rank's rows.
             own_rows: those whose experts are on this rank.
             reply: computes a reply.
-            opener: opens the trips when their headers arrive; rows are computed in the order of
-                arrival. None: the trips are open, and rows are computed in the order of the trips,
-                so that the gradients that they add up to are the same each time.
 
         Returns:
             The replies to this rank's rows, by the rank that they were sent to.
         """
         begin = time.perf_counter()
-        delayed: list[tuple[Trip, int, dict[int, torch.Tensor]]] = []
-
-        def ready() -> Trip | None:
-            """Return a trip of which a chunk is here."""
-            if opener is not None:
-                opener.open_trips(trips)
-            for trip in trips:
-                if trip.is_open and trip.chunks and trip.has_arrived(trip.chunks[0]):
-                    return trip
-                if opener is None and trip.chunks:
-                    return None
-            return None
-
-        def is_all_here() -> bool:
-            ready()
-            return all(trip.have_all_arrived() for trip in trips)
-
         if not self._hides:
-            self._wait_until(is_all_here)
+            self._wait_until(incoming.are_all_here)
         by_rank = self._compute(reply, 0, {self.routes.rank: own_rows})
-        while not _are_taken(trips):
-            self._wait_until(lambda: ready() is not None or _are_taken(trips))
-            trip = ready()
-            if trip is None:
-                continue
+        delayed: list[Callable[[], None]] = []
+        while (trip := self._wait_for_next(incoming)) is not None:
             chunk = trip.chunks[0]
             replies = self._compute(reply, chunk, trip.take(chunk))
             if self._hides:
                 trip.reply(chunk, replies)
             else:
-                delayed.append((trip, chunk, replies))
-        for trip, chunk, replies in delayed:
-            trip.reply(chunk, replies)
+                delayed.append(partial(trip.reply, chunk, replies))
+        for send_replies in delayed:
+            send_replies()
+        trips = incoming.trips
         self._wait_until(lambda: all(trip.replies_are_here() for trip in trips))
         for trip in trips:
             by_rank |= trip.take_replies()
         self.total_sec += time.perf_counter() - begin
-        while self._computed and self._computed[0][1].is_reached():
-            since, to = self._computed.popleft()
-            self.computed_sec += to.seconds_since(since)
+        self._add_computed_sec()
         # What was sent stays until it has arrived.
         self._under_way = [trip for trip in (*self._under_way, *trips) if not trip.is_over()]
         return [by_rank[rank] for rank in range(self.routes.size)]
+
+    def _wait_for_next(self, incoming: IncomingRows) -> Trip | None:
+        """Return the trip to take a chunk of, when it is here; None if all chunks were taken."""
+        self._wait_until(lambda: incoming.next_trip() is not None or incoming.are_all_taken())
+        return incoming.next_trip()
 
     def _compute(
         self, reply: Reply, chunk: int, rows: Mapping[int, torch.Tensor]
@@ -158,6 +130,12 @@ class Travel:
             current.add_device_span(COMPUTING, senders if others else "own tokens", since, to)
         return replies
 
+    def _add_computed_sec(self) -> None:
+        """Add the time of the replies that the device has finished since the last call."""
+        while self._computed and self._computed[0][1].is_reached():
+            since, to = self._computed.popleft()
+            self.computed_sec += to.seconds_since(since)
+
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for other ranks, unless it is true already."""
         if condition():
@@ -171,7 +149,3 @@ class Travel:
         """Forget what is under way, and end the routes. Not collective."""
         self._under_way = []
         self.routes.close()
-
-
-def _are_taken(trips: Sequence[Trip]) -> bool:
-    return all(trip.is_open and not trip.chunks for trip in trips)
