@@ -235,14 +235,15 @@ class HostOperations:
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
-        if self._relay_if_long(output.nbytes):
+        if relay := self._relay_if_long(output.nbytes):
             dense = contiguous(output)
-            self.all_gather(dense.view(-1).split(tensor.numel()), tensor)
+            parts = dense.view(-1).split(tensor.numel())
+            self._sizes.check_gather(parts, tensor)
+            rounds.all_gather_in_rounds(self._comm, relay, parts, tensor)
             from_host(dense, output)
             return
         host = to_host(output, read=False)
-        source = to_host(tensor)
-        source = separate(source, host)
+        source = separate(to_host(tensor), host)
         buffers = as_raw_buffer(source), as_raw_buffer(host)
         # Two ranks gather long parts faster by MPI's blocking call, once both have arrived.
         nonblocking_bytes = SHORT_BYTES if self.size == 2 else _LONG_GATHER_BYTES
