@@ -93,13 +93,17 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self._libraries: list[VendorLibrary] = []
         if has_library:
             from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
+            from kaitian_mpi.distributed.collectives.vendor_connection import VendorConnection
 
+            kind = world.device_kind
             # A script may create a group of the same name again, with the same store.
-            own_store = dist.PrefixStore(unique, options.store)
-            carrier = world.device_kind, world.device, own_store, store, options.timeout
+            unique_store = dist.PrefixStore(unique, options.store)
             for groups in (comms, comms.by_host):
                 if groups is not None:
-                    self._libraries.append(VendorLibrary(groups, *carrier, self._worker.fail))
+                    connection = VendorConnection(
+                        groups, kind, unique_store, store, options.timeout, self._worker.fail
+                    )
+                    self._libraries.append(VendorLibrary(connection, kind, world.device))
         self._has_accelerators = not all(info.is_on_host for info in infos)
         self.host = self._host_operations(world, infos)
         """Carries collectives out in host memory; its `algorithm` of `allreduce` can be set."""

@@ -246,7 +246,7 @@ def test_values_that_a_lost_rank_was_to_send_are_not_taken_from_what_an_abort_le
     if survivors is not None:
         reducer.share_values()
         for library in group._libraries:
-            library._fail(RankLostError("a rank is lost"))
+            library._connection._fail(RankLostError("a rank is lost"))
         loss_of(images[world.rank], labels[world.rank], 1, ours)  # which waits for all values
         with pytest.raises(CollectiveError):
             reducer.check_values()

@@ -20,7 +20,7 @@ from torch.nn.functional import layer_norm
 from torch.nn.parallel import DistributedDataParallel
 from uneven import by_hook, by_reducer, check_like_one_process, network
 
-from kaitian_mpi.distributed.collectives import vendor
+from kaitian_mpi.distributed.collectives import vendor_connection
 from kaitian_mpi.distributed.data_parallel import _CountedSum, count_rows
 from kaitian_mpi.distributed.gradients import sum_on_host
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
@@ -185,13 +185,13 @@ def test_no_thread_of_the_library_can_end_the_survivors_of_a_loss(world, monkeyp
         monkeypatch.delenv(name)
 
     def threads_of_a_group(*, survives):
-        monkeypatch.setattr(vendor, "ulfm", SimpleNamespace(is_enabled=lambda: survives))
+        monkeypatch.setattr(vendor_connection, "ulfm", SimpleNamespace(is_enabled=lambda: survives))
         before = set(threading.enumerate())
         group = dist.new_group(sorted(world.group.ranks), use_local_synchronization=True)
         if world.rank == world.group.leader:
             time.sleep(0.1)  # the other ranks must not read what a group of this name has left
         dist.all_reduce(on_device(torch.ones(3)), group=group)
-        names = [each.name for each in set(threading.enumerate()) - before]
+        names = [thread.name for thread in set(threading.enumerate()) - before]
         dist.destroy_process_group(group)
         return names.count(fake_library.THREAD)
 
@@ -609,8 +609,8 @@ def test_a_time_out_in_the_library_names_the_missing_rank(world, monkeypatch):
     if len(world.groups) > 1 or not CONTRACTS[chosen_name()].ended_by:
         pytest.skip("ranks of several kinds meet in host memory first; some kernels have no end")
     said, codes = [], []
-    monkeypatch.setattr(vendor, "write_labeled", said.append)
-    monkeypatch.setattr(vendor, "abort_job", codes.append)
+    monkeypatch.setattr(vendor_connection, "write_labeled", said.append)
+    monkeypatch.setattr(vendor_connection, "abort_job", codes.append)
     group, last = dist.new_group(timeout=timedelta(seconds=1)), world.size - 1
     dist.all_reduce(on_device(torch.ones(3)), group=group)
     if world.rank != last:
