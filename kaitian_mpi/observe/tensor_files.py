@@ -87,6 +87,15 @@ class Spool:
         self._folder = folder
         self.fault: OSError | None = None
 
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for a tensor of another one's shape, strides and dtype, without gaps."""
+        if like.nbytes < _MIN_SPOOLED_BYTES or self._folder is None:
+            return torch.empty_like(like, device="cpu")
+        memory = self._map(self._folder, like.nbytes) if self.fault is None else None
+        if memory is None:
+            return torch.zeros((), dtype=like.dtype).expand(like.shape)
+        return memory.view(like.dtype).as_strided(like.shape, like.stride())
+
     def keep(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a copy of tensors concatenated by rows; they differ only in the number of rows."""
         size = sum(tensor.nbytes for tensor in rows)

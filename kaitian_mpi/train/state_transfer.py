@@ -175,6 +175,23 @@ def get_state(
     return result if receives else None
 
 
+def put_tensor(tensor: torch.Tensor, put: Callable[[np.ndarray], None]) -> None:
+    """Send a tensor's values, whose shape and dtype the receiver knows."""
+    for piece in _pieces(tensor.detach().cpu().contiguous()):
+        put(piece.numpy())
+
+
+@torch.no_grad()
+def get_tensor(get: Callable[[np.ndarray], None], into: torch.Tensor) -> None:
+    """Receive what `put_tensor` sends into a tensor, on any device."""
+    is_direct = into.is_cpu and into.is_contiguous()
+    received = into if is_direct else torch.empty(into.shape, dtype=into.dtype)
+    for piece in _pieces(received):
+        get(piece.numpy())
+    if not is_direct:
+        into.copy_(received)
+
+
 @torch.no_grad()
 def copy_state(
     state: Any, into: Any = None, *, share: bool = False, is_mapped: bool = False

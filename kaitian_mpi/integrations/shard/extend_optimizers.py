@@ -36,7 +36,7 @@ def extend_optimizers(shards: TrainerShards) -> Callable[[], None]:
         if owned is None or owned.is_inside:
             return whole_state(optimizer)
         owned.follow(optimizer, owned.models)
-        return owned.state_dict(optimizer, whole_state, shards.read)
+        return owned.state_dict(optimizer, whole_state, shards.reads)
 
     @functools.wraps(load)
     def load_state_dict(optimizer: Optimizer, state_dict: Any) -> None:
@@ -53,7 +53,7 @@ def extend_optimizers(shards: TrainerShards) -> Callable[[], None]:
         owned = shards.optimizer_of(optimizer)
         if owned is None or owned.is_inside or not owned.has_begun:
             return content
-        return {**content, "state": owned.whole_state(optimizer, whole_state, shards.read)}
+        return {**content, "state": owned.whole_state(optimizer, whole_state, shards.reads)}
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         owned = shards.own(optimizer)

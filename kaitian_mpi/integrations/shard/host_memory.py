@@ -29,16 +29,26 @@ class HostMemory:
         is_plenty = size <= _MAX_FRACTION * available_bytes() and not is_limited()
         self._spool = Spool(None if is_plenty else Path(tempfile.gettempdir()))
 
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for a tensor of another one's shape, strides and dtype.
+
+        Raises:
+            UserError: there is no room for the files.
+        """
+        return self._checked(self._spool.empty(like))
+
     def keep(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return tensors concatenated by rows.
 
         Raises:
             UserError: there is no room for the files.
         """
-        joined = self._spool.keep(rows)
+        return self._checked(self._spool.keep(rows))
+
+    def _checked(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._spool.fault is not None:
             raise UserError(
                 f"--layout shard: what is saved cannot be collected in {tempfile.gettempdir()} "
                 f"({self._spool.fault.strerror}); set TMPDIR to a folder with room"
             )
-        return joined
+        return tensor

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.integrations.shard.owned_rows import Piece
+from kaitian_mpi.integrations.shard.owned_rows import Piece, put_rows
 from kaitian_mpi.integrations.shard.script_parameters import (
     ScriptParameter,
     ScriptParameters,
@@ -31,7 +31,7 @@ class HostParameters(ScriptParameters):
     def __init__(self, module: nn.Module, numbers: Collection[int], device: torch.device) -> None:
         """Let some parameters of a module look as if they were on a device. Not collective."""
         self._changes = dict.fromkeys(numbers, 0)
-        super().__init__(module, numbers, device, self._whole, self._version, self._keep)
+        super().__init__(module, numbers, device, self._copy_whole, self._version, self._keep)
         # By `data`: a change of a detached tensor would count as one of the parameter.
         self._values = {number: self._parameters[number].data for number in numbers}
         for number in numbers:
@@ -76,6 +76,9 @@ class HostParameters(ScriptParameters):
         """Return whether a parameter has neither become a plain one since, nor another's."""
         kind = type(self._parameters[number])
         return issubclass(kind, ScriptParameter) and kind.holder is self
+
+    def _copy_whole(self, number: int, values: torch.Tensor) -> None:
+        put_rows(self._whole(number), values)
 
     def _whole(self, number: int) -> Sequence[Piece]:
         if not self._holds(number):  # by a `state_dict` of before

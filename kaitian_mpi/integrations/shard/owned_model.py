@@ -24,7 +24,8 @@ from kaitian_mpi.integrations.shard.budget import Owners
 from kaitian_mpi.integrations.shard.early_state_dicts import EarlyStateDicts
 from kaitian_mpi.integrations.shard.open_gathering import OpenGathering
 from kaitian_mpi.integrations.shard.open_reducer import OpenReducer
-from kaitian_mpi.integrations.shard.owned_rows import OwnedRows, Piece, Read
+from kaitian_mpi.integrations.shard.owned_rows import OwnedRows
+from kaitian_mpi.integrations.shard.owner_reads import OwnerReads
 from kaitian_mpi.integrations.shard.placement import GiveRows
 from kaitian_mpi.integrations.shard.remote_gradient import RemoteGradients
 from kaitian_mpi.integrations.shard.script_calls import ScriptCall, ScriptCalls
@@ -55,7 +56,7 @@ class OwnedModel:
         ddp: DistributedDataParallel,
         world: World,
         index: int,
-        read: Read,
+        reads: OwnerReads,
         waits: Waits,
         calls: ScriptCalls,
         backward_done: Callable[[], None],
@@ -66,13 +67,13 @@ class OwnedModel:
             ddp: the wrapped model.
             world: all ranks.
             index: of this model, the same on every rank.
-            read: asks a rank for its rows. Not collective.
+            reads: from other ranks.
             waits: makes the context of waiting for other ranks.
             calls: compares what the ranks' scripts do.
             backward_done: called when all ranks have computed a backward.
         """
         self.parameters = list(ddp.module.parameters())
-        self.rows = OwnedRows(self.parameters, world.rank, index, read)
+        self.rows = OwnedRows(self.parameters, world.rank, index, reads)
         self.sharded: ScriptParameters | None = None
         self.sums: OpenReducer | None = None
         self._module = weakref.ref(ddp.module)
@@ -232,9 +233,9 @@ class OwnedModel:
             self._announce(ScriptCall.STEP)
             self.sums.share_values()
 
-    def _read_rows(self, number: int) -> list[Piece]:
+    def _read_rows(self, number: int, values: torch.Tensor) -> None:
         with self._waits("the owners' rows"):
-            return self.rows.read(number)
+            self.rows.read(number, values)
 
     def _begin_backward(self, syncs: bool, _: torch.Tensor) -> None:
         assert self.sums is not None

@@ -7,23 +7,26 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from kaitian_mpi.errors import UnsupportedError, UserError
-from kaitian_mpi.integrations.shard.host_memory import HostMemory
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
-from kaitian_mpi.integrations.shard.owned_rows import OPTIMIZER, in_order
-from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
+from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
 from kaitian_mpi.integrations.shard.owners_state import OwnersState
+from kaitian_mpi.integrations.shard.state_pieces import (
+    StateReader,
+    copied_rows,
+    row_pieces,
+    state_pieces,
+)
 from kaitian_mpi.train.layouts.divided_state import number_groups
 from kaitian_mpi.train.layouts.shard.shards import (
     count_rows,
     cut_state,
-    join_states,
     steps_by_element,
 )
 
@@ -36,7 +39,6 @@ _REFUSED = (
 _load_state_dict = Optimizer.load_state_dict  # before it is extended
 
 FindModel = Callable[[torch.Tensor], "OwnedModel | None"]
-Read = Callable[..., Any]
 
 
 class OwnedOptimizer:
@@ -185,7 +187,7 @@ class OwnedOptimizer:
         else:
             self._loaded = state["state"]
 
-    def state_dict(self, optimizer: Optimizer, original: Any, read: Read) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer, original: Any, reads: OwnerReads) -> dict[str, Any]:
         """Return the whole `state_dict`, whose state is read from its owners when it is needed."""
         if not self.has_begun:
             content: dict[str, Any] = original(optimizer)
@@ -196,50 +198,55 @@ class OwnedOptimizer:
                 content = original(optimizer)
             finally:
                 optimizer.state = self._shown
-            collect = partial(self._collect, read, self.steps, parameters_of(optimizer))
-            content["state"] = OwnersState(collect)
+            reader = StateReader(self, self.steps, parameters_of(optimizer), reads)
+            content["state"] = OwnersState(reader.collect)
         return content
 
     def end_backward(self) -> None:
         """Take note that no rank reads the states of earlier steps any more."""
         self._before.clear()
 
-    def serve(self, index: int, number: int, steps: int) -> Any:
-        """Return this rank's rows of the state of a parameter.
+    @contextmanager
+    def own_pieces(self, index: int, steps: int, *wanted: int) -> Iterator[Any]:
+        """Yield what this rank has of the state of a model's parameters, unchanged in the block.
 
         Args:
-            index: of the parameter's model.
-            number: of the parameter.
-            steps: that the rank that asks has done.
+            index: of the model.
+            steps: after which the state is wanted; this rank has done as many.
+            wanted: the number of a parameter and the encoded name of a large tensor, of whose rows
+                these are pieces; else they are a `StatePiece` of each part of a parameter.
 
         Raises:
             UserError: the state has changed since so many steps.
         """
         with self._lock:
-            if self.steps < steps:
-                return NOT_YET
             state = self._state if steps == self.steps else self._before.get(steps)
             if state is None:
                 raise UserError(
-                    f"--layout shard: the optimizer's state of step {steps} was read when a rank "
-                    f"had done step {self.steps}; read it between optimizer.step() and the next "
-                    "backward(), and not from another thread"
+                    "--layout shard: an optimizer's state_dict was read after the optimizer's next "
+                    "step; read it before the next backward(), in the thread that trains, or keep "
+                    "copy.deepcopy(state_dict)"
                 )
-            return [
-                (part.begin, part.end, dict(state[target]))
-                for model in self.models
-                if model.rows.index == index
-                for part, target in model.rows.parts_of(number)
-                if target in state
-            ]
+            pieces_of = row_pieces if wanted else state_pieces
+            models = [model for model in self.models if model.rows.index == index]
+            yield [piece for model in models for piece in pieces_of(state, model, *wanted)]
 
-    def has_model(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter is of a model that has owners."""
-        return self._find_model(parameter) is not None
+    def serve(self, index: int, steps: int, *wanted: int) -> Any:
+        """Return `own_pieces` to a rank that has done so many steps; `NOT_YET` if it is ahead."""
+        with self._lock:
+            if self.steps < steps:
+                return NOT_YET
+            with self.own_pieces(index, steps, *wanted) as pieces:
+                # Copies of rows, as the script may change them while they are sent.
+                return copied_rows(pieces) if wanted else [tuple(piece) for piece in pieces]
 
-    def whole_state(self, optimizer: Optimizer, original: Any, read: Read) -> dict[Any, Any]:
+    def model_of(self, parameter: torch.Tensor) -> OwnedModel | None:
+        """Return the model that a parameter is of; None if that is in no DDP."""
+        return self._find_model(parameter)
+
+    def whole_state(self, optimizer: Optimizer, original: Any, reads: OwnerReads) -> dict[Any, Any]:
         """Return the whole state by parameter, read from its owners. Not collective."""
-        state = self.state_dict(optimizer, original, read)["state"]
+        state = self.state_dict(optimizer, original, reads)["state"]
         order = enumerate(parameters_of(optimizer))
         return {parameter: state[place] for place, parameter in order if place in state}
 
@@ -254,27 +261,6 @@ class OwnedOptimizer:
                 yield parameter
             else:
                 yield from model.rows.of(model.number(parameter))
-
-    def _collect(
-        self,
-        read: Read,
-        steps: int,
-        parameters: Sequence[torch.Tensor],
-    ) -> dict[int, Any]:
-        memory = HostMemory(parameters)
-        states = {}
-        for place, parameter in enumerate(parameters):
-            model = self._find_model(parameter)
-            if model is None:
-                if parameter in self._state:
-                    states[place] = dict(self._state[parameter])
-                continue
-            wanted = OPTIMIZER, self.index, model.rows.index, model.number(parameter), steps
-            pieces = [piece for rank in model.rows.owners() for piece in read(rank, *wanted)]
-            if pieces:  # else no rank has stepped it
-                ordered = in_order(pieces, parameter)
-                states[place] = join_states([state for *_, state in ordered], memory.keep)
-        return states
 
     def _keep(self, optimizer: Optimizer, states: Mapping[int, Any]) -> None:
         """Keep this rank's rows of whole states by place."""
@@ -361,7 +347,7 @@ class RowsState(defaultdict[Any, Any]):
         self._owned.clear_state()
 
     def _checked(self, key: Any) -> Any:
-        if self._owned.has_model(key):
+        if self._owned.model_of(key) is not None:
             raise UserError(
                 "--layout shard: the state of a parameter is with the ranks that own its rows and "
                 "cannot be read from optimizer.state; use optimizer.state_dict()"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,13 @@ from torch import nn
 from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.distributed.shard_buckets import rows_of_part
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
+from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
 from kaitian_mpi.train.layouts.shard.shards import count_rows
 
 Key = tuple[int, int, int]
 """The number of a parameter, and the begin and end of some of its rows."""
 Piece = tuple[int, int, Any]
 """The begin and end of some rows, and what an owner has of them."""
-Read = Callable[..., Any]
 MODEL, OPTIMIZER, FIRST = 0, 1, 2
 """What is read from an owner; FIRST is what rank 0 has of a model before it has owners."""
 
@@ -40,7 +39,7 @@ class OwnedRows:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], rank: int, index: int, read: Read
+        self, parameters: Sequence[nn.Parameter], rank: int, index: int, reads: OwnerReads
     ) -> None:
         """Own nothing yet.
 
@@ -48,7 +47,7 @@ class OwnedRows:
             parameters: of the model, by their numbers.
             rank: this rank.
             index: of the model, the same on every rank.
-            read: asks a rank for what its `serve` returns. Not collective.
+            reads: from other ranks.
         """
         self.parts: list[Part] = []
         self.targets: dict[Part, nn.Parameter] = {}
@@ -56,10 +55,11 @@ class OwnedRows:
         self._parameters = parameters
         self._rank = rank
         self.index = index
-        self._read = read
+        self._reads = reads
         # By the number of a parameter.
         self._parts_of: dict[int, list[tuple[Part, nn.Parameter]]] = {}
-        self._owners_of: dict[int, set[int]] = {}
+        # The begins and ends of the parts of a parameter that a rank owns.
+        self._spans_of: dict[int, dict[int, list[tuple[int, int]]]] = {}
         self._sharded: frozenset[int] = frozenset()
         self.steps = 0
         self._changes: dict[int, int] = {}  # by the script itself, since the last step
@@ -75,7 +75,8 @@ class OwnedRows:
         """
         self._sharded = frozenset(number for number, _, _ in values)
         for part in parts:
-            self._owners_of.setdefault(part.parameter, set()).add(part.owner)
+            spans = self._spans_of.setdefault(part.parameter, {})
+            spans.setdefault(part.owner, []).append((part.begin, part.end))
             if part.owner == self._rank:
                 key = part.parameter, part.begin, part.end
                 target = _target(self._parameters[part.parameter], part, values.get(key))
@@ -94,6 +95,12 @@ class OwnedRows:
     def gradients(self, number: int) -> list[torch.Tensor]:
         """Return the gradients of this rank's rows of a parameter."""
         return [rows.grad for rows in self.of(number) if rows.grad is not None]
+
+    def spans_by_rank(self, number: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Yield the other ranks that own rows of a parameter, with the spans of these."""
+        for rank, spans in sorted(self._spans_of.get(number, {}).items()):
+            if rank != self._rank:
+                yield rank, spans
 
     def owners(self) -> list[int]:
         """Return the ranks that own a part of the model."""
@@ -169,12 +176,17 @@ class OwnedRows:
         """Return the steps, and the script's changes to a parameter since, that it has."""
         return self.steps, self._changes.get(number, 0)
 
-    def read(self, number: int) -> list[Piece]:
-        """Read a parameter's rows from their owners. Not collective."""
-        owners = sorted(self._owners_of[number])
-        wanted = MODEL, self.index, number, *self.version(number)
-        pieces = [piece for owner in owners for piece in self._read(owner, *wanted)]
-        return in_order(pieces, self._parameters[number])
+    def read(self, number: int, values: torch.Tensor) -> None:
+        """Read a parameter's rows from their owners into memory for all of them. Not collective."""
+        with self.lock:
+            wanted = MODEL, self.index, number, *self.version(number)
+            pieces = self._pieces(number)
+            put_rows(pieces, values)
+        for owner, spans in self.spans_by_rank(number):
+            arriving = [(begin, end, values[begin:end]) for begin, end in spans]
+            self._reads.read_rows(owner, *wanted, into=arriving)
+            pieces += arriving
+        in_order(pieces, self._parameters[number])
 
     @torch.no_grad()
     def write(self, number: int, values: torch.Tensor) -> None:
@@ -192,6 +204,14 @@ class OwnedRows:
 
     def _pieces(self, number: int) -> list[Piece]:
         return [(part.begin, part.end, rows.detach()) for part, rows in self.parts_of(number)]
+
+
+def put_rows(pieces: Sequence[Piece], values: torch.Tensor) -> None:
+    """Copy rows to their places in the memory of a whole tensor, unless they are there already."""
+    for begin, end, rows in pieces:
+        place = values[begin:end]
+        if (place.device, place.data_ptr()) != (rows.device, rows.data_ptr()):
+            place.copy_(rows)
 
 
 def in_order(pieces: Sequence[Piece], parameter: torch.Tensor) -> list[Piece]:

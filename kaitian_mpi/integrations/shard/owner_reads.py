@@ -9,18 +9,21 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from kaitian_mpi.errors import CollectiveError, UserError
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.polling import nap, sleeping_barrier, wait_request, wait_until
-from kaitian_mpi.train.state_transfer import get_state, put_state
+from kaitian_mpi.train.state_transfer import get_state, get_tensor, put_state, put_tensor
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,6 +34,10 @@ Serve = Callable[..., Any]
 NOT_YET = object()
 """Returned by a rank whose script has not done the step yet of which a state is read."""
 
+Rows = tuple[int, int, torch.Tensor]
+"""The begin and end of some rows of a tensor, and the rows."""
+
+_STATE, _ROWS = 0, 1  # what a reply is
 _REQUEST = 0
 _REPLIES = range(1, 16_384)
 _MAX_NAP_SEC = 10e-3
@@ -42,6 +49,8 @@ class _Request(NamedTuple):
     """The rank that asks."""
     tag: int
     """Of the reply."""
+    kind: int
+    """Whether the reply is a state or the rows of a tensor."""
     numbers: list[int]
     """What `serve` is called with."""
     since: float
@@ -65,7 +74,7 @@ class OwnerReads:
     def read(self, rank: int, *numbers: int) -> Any:
         """Return what a rank's `serve` returns for these numbers, in host memory.
 
-        Not collective.
+        Of this rank itself, what its `serve` returns. Not collective.
 
         Raises:
             UserError: that rank cannot serve it.
@@ -75,23 +84,28 @@ class OwnerReads:
             state = self._serve(*numbers)
             assert state is not NOT_YET
             return state
-        tag = next(self._tags)
-        receive = partial(self._receive, source=rank, tag=tag)
-        try:
-            wait_request(
-                self._comm.Isend(np.array([tag, *numbers], dtype=np.int64), rank, _REQUEST)
-            )
-            # The owner may still be in the step that this rank has done.
-            wait_until(partial(self._comm.Iprobe, rank, tag), max_nap_sec=_MAX_NAP_SEC)
-            receive(length := np.zeros(1, dtype=np.int64))
-            if not length[0]:
-                return get_state(receive)
-            receive(fault := np.empty(int(length[0]), dtype=np.uint8))
-        except Exception as error:
-            if ulfm.may_be_loss(error):
-                raise CollectiveError(f"rank {rank}, which owns what was read, is lost") from error
-            raise
-        raise UserError(fault.tobytes().decode())
+        with self._asking(rank, _STATE, *numbers) as (receive, _):
+            return get_state(receive)
+
+    def read_rows(self, rank: int, *numbers: int, into: Sequence[Rows]) -> None:
+        """Read rows of a tensor, as which another rank's `serve` returns, into memory for them.
+
+        Not collective.
+
+        Args:
+            rank: that is asked, not this one.
+            numbers: what its `serve` is called with.
+            into: the begins and ends of the rows, and their memory, on any device.
+
+        Raises:
+            UserError: that rank cannot serve it.
+            CollectiveError: that rank is lost.
+        """
+        with self._asking(rank, _ROWS, *numbers) as (receive, forms):
+            if forms != _forms(into):
+                raise RuntimeError(f"rank {rank} owns other rows than those that were read from it")
+            for *_, rows in into:
+                get_tensor(receive, rows)
 
     def close(self) -> None:
         """Answer until all ranks are here, and end the thread. Collective."""
@@ -100,6 +114,30 @@ class OwnerReads:
             sleeping_barrier(self._comm)
         self._stop.set()
         self._thread.join()
+
+    @contextmanager
+    def _asking(
+        self, rank: int, kind: int, *numbers: int
+    ) -> Iterator[tuple[Callable[[np.ndarray], None], int]]:
+        """Ask a rank, and yield what receives its reply, and the forms of the rows in that."""
+        tag = next(self._tags)
+        receive = partial(self._receive, source=rank, tag=tag)
+        request = np.array([tag, kind, *numbers], dtype=np.int64)
+        try:
+            wait_request(self._comm.Isend(request, rank, _REQUEST))
+            # The owner may still be in the step that this rank has done.
+            wait_until(partial(self._comm.Iprobe, rank, tag), max_nap_sec=_MAX_NAP_SEC)
+            receive(header := np.zeros(2, dtype=np.int64))
+            length, forms = header.tolist()
+            if not length:
+                yield receive, forms
+                return
+            receive(fault := np.empty(length, dtype=np.uint8))
+        except Exception as error:
+            if ulfm.may_be_loss(error):
+                raise CollectiveError(f"rank {rank}, which owns what was read, is lost") from error
+            raise
+        raise UserError(fault.tobytes().decode())
 
     def _receive(self, buffer: np.ndarray, source: int, tag: int) -> None:
         wait_request(self._comm.Irecv(buffer, source, tag))
@@ -128,8 +166,8 @@ class OwnerReads:
         source = status.Get_source()
         numbers = np.empty(status.Get_count() // 8, dtype=np.int64)
         self._receive(numbers, source, _REQUEST)
-        tag, *named_state = numbers.tolist()
-        return _Request(source, tag, named_state, time.monotonic())
+        tag, kind, *named_state = numbers.tolist()
+        return _Request(source, tag, kind, named_state, time.monotonic())
 
     def _answer(self, request: _Request) -> bool:
         """Answer a request, if its state is there; return whether it is answered."""
@@ -152,9 +190,19 @@ class OwnerReads:
             )
         self._waiting.remove(request)
         text = np.frombuffer(fault.encode(), dtype=np.uint8)
-        send(np.array([text.size], dtype=np.int64))
+        are_rows = request.kind == _ROWS and not fault
+        send(np.array([text.size, _forms(state) if are_rows else 0], dtype=np.int64))
         if fault:
             send(text)
+        elif are_rows:
+            for *_, rows in state:
+                put_tensor(rows, send)
         else:
             put_state(state, send)
         return True
+
+
+def _forms(pieces: Sequence[Rows]) -> int:
+    """Return a checksum of which rows some tensors are, with their dtypes and shapes."""
+    forms = [(begin, end, str(rows.dtype), tuple(rows.shape)) for begin, end, rows in pieces]
+    return zlib.crc32(repr(forms).encode())

@@ -1,4 +1,4 @@
-"""A parameter's values in a `state_dict`, which are read from its owners when it is written."""
+"""A tensor's values in a `state_dict`, which are read from their owners when they are written."""
 
 from __future__ import annotations
 
@@ -9,63 +9,98 @@ import torch
 
 from kaitian_mpi.distributed.pending_parameter import needs_no_values
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard.saved_storage import standing_in
 
 _OF_MEMORY = {"stride", "is_contiguous", "storage_offset"}
 
+Allocate = Callable[[torch.Tensor], torch.Tensor]
+"""Returns memory for a tensor of another one's shape, strides and dtype."""
 
-class OwnersValue(torch.Tensor):
-    """A parameter's values, in host memory, which are read from its owners when they are needed.
 
-    All ranks may make a `state_dict`, and only the one that writes it needs the memory. As in one
-    process, it shows the parameter's values of the step in which it is read.
+class ValueSource:
+    """Where a tensor's values are read from.
+
+    Attributes:
+        like: a tensor on meta of the same shape, strides and dtype.
+        version: returns what is another one once the values have changed.
     """
 
-    read: Callable[[], torch.Tensor]
-    version: Callable[[], Any]
+    def __init__(
+        self,
+        like: torch.Tensor,
+        read_into: Callable[[torch.Tensor], None],
+        version: Callable[[], Any],
+        allocate: Allocate,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            like: a tensor on meta of the same shape, strides and dtype.
+            read_into: reads the values from their owners into a tensor. Not collective.
+            version: returns what is another one once the values have changed.
+            allocate: returns memory for values that are kept.
+        """
+        self.like = like
+        self.version = version
+        self._read_into = read_into
+        self._allocate = allocate
+
+    def read_to_keep(self) -> torch.Tensor:
+        """Return the values, in memory for as long as a script may keep a state dict."""
+        return self._read(self._allocate(self.like))
+
+    def read_to_write(self) -> torch.Tensor:
+        """Return the values, in memory for as long as they are written to a file."""
+        return self._read(torch.empty_like(self.like, device="cpu"))
+
+    @torch.no_grad()
+    def _read(self, values: torch.Tensor) -> torch.Tensor:
+        self._read_into(values)
+        return values
+
+
+class OwnersValue(torch.Tensor):
+    """A tensor's values, in host memory, which are read from their owners when they are needed.
+
+    All ranks may make a `state_dict`, and only the one that writes it needs the memory: to
+    `torch.save`, that of one tensor at a time.
+    """
+
+    source: ValueSource
     whole: torch.Tensor | None
     whole_version: Any
 
     @staticmethod
-    def of(
-        parameter: torch.Tensor, read: Callable[[], torch.Tensor], version: Callable[[], Any]
-    ) -> OwnersValue:
-        """Return what stands for a parameter's values. Not collective.
-
-        Args:
-            parameter: whose shape and dtype it has.
-            read: returns the values.
-            version: returns what is another one once the values have changed.
-        """
-        return OwnersValue.become(torch.empty(0, dtype=parameter.dtype), parameter, read, version)
+    def of(source: ValueSource) -> OwnersValue:
+        """Return what stands for the values of a source. Not collective."""
+        return OwnersValue.become(torch.empty(0, dtype=source.like.dtype), source)
 
     @staticmethod
-    def become(
-        tensor: torch.Tensor,
-        parameter: torch.Tensor,
-        read: Callable[[], torch.Tensor],
-        version: Callable[[], Any],
-    ) -> OwnersValue:
-        """Let a tensor that the script has stand for a parameter's values, and return it."""
+    def become(tensor: torch.Tensor, source: ValueSource) -> OwnersValue:
+        """Let a tensor that the script has stand for the values of a source, and return it."""
         with torch._C.DisableTorchFunctionSubclass():
-            tensor.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            tensor.data = torch.zeros((), dtype=source.like.dtype).expand(source.like.shape)
             tensor.__class__ = OwnersValue
         assert isinstance(tensor, OwnersValue)
-        tensor.read = read
-        tensor.version = version
+        tensor.source = source
         tensor.whole = tensor.whole_version = None
         return tensor
 
     def values(self) -> torch.Tensor:
         """Return the values, read from their owners if they have changed since the last time."""
-        version = self.version()
+        version = self.source.version()
         if self.whole is None or version != self.whole_version:
-            self.whole = self.read()
+            self.whole = None  # the memory of the former values
+            self.whole = self.source.read_to_keep()
             self.whole_version = version
         return self.whole
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if needs_no_values(func) and getattr(func, "__name__", "") not in _OF_MEMORY:
+        name = getattr(func, "__name__", "")
+        if needs_no_values(func):
+            if name in _OF_MEMORY:
+                args = [a.source.like if isinstance(a, OwnersValue) else a for a in args]
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         used: list[torch.Tensor] = []
@@ -82,7 +117,12 @@ class OwnersValue(torch.Tensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.values().__reduce_ex__(protocol)
+        is_here = self.whole is not None and self.whole_version == self.source.version()
+        reduced = None if is_here else standing_in(self.source, protocol)
+        return self.values().__reduce_ex__(protocol) if reduced is None else reduced
+
+    def __copy__(self) -> torch.Tensor:
+        return self.values()[...]
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         if id(self) not in memo:

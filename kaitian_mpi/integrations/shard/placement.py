@@ -21,7 +21,7 @@ from kaitian_mpi.integrations.shard.lent_parameters import (
     is_lent,
     move_from_meta,
 )
-from kaitian_mpi.integrations.shard.owned_rows import Key, Read
+from kaitian_mpi.integrations.shard.owned_rows import Key
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
 from kaitian_mpi.integrations.shard.script_parameters import is_sharded
 from kaitian_mpi.mpi.exchange import check_same, gather_values
@@ -32,6 +32,7 @@ from kaitian_mpi.train.state_transfer import broadcast_state
 _SMALL_FRACTION = 0.25  # of a device's memory: parameters that take no more are moved at once
 _ADVICE = "create the same model on every rank"
 
+Read = Callable[..., Any]
 GiveRows = Callable[[Sequence[Part], Collection[int]], dict[Key, torch.Tensor]]
 """Gives ranks what rank 0 alone has of a model: the rows that they own of the parameters with some
 numbers, and the others whole. Returns the rows of this rank."""

@@ -25,7 +25,7 @@ from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.early_state_dicts import NO_LONGER_SHARED
 from kaitian_mpi.integrations.shard.host_memory import HostMemory
-from kaitian_mpi.integrations.shard.owners_value import OwnersValue
+from kaitian_mpi.integrations.shard.owners_value import OwnersValue, ValueSource
 
 _CHANGED_LATE = (
     "--layout shard: {} was changed through a tensor that the script has kept, after the values "
@@ -35,8 +35,8 @@ _CHANGED_LATE = (
 
 _MAY_CHANGE_UNSEEN = -1  # in place of a version, in ShardedModel
 
-Pieces = Callable[[int], Sequence[tuple[int, int, torch.Tensor]]]
-"""Returns a parameter's rows by its owners: their begin, end and values in host memory."""
+ReadInto = Callable[[int, torch.Tensor], None]
+"""Reads a parameter's values from its owners into a tensor for them, on any device."""
 
 
 class ScriptParameter(PendingParameter):
@@ -82,7 +82,7 @@ class ScriptParameters(ShardedModel):
         model: nn.Module,
         numbers: Collection[int],
         device: torch.device,
-        read_pieces: Pieces,
+        read_into: ReadInto,
         read_version: Callable[[int], Any],
         write: Callable[[int, torch.Tensor], None],
     ) -> None:
@@ -92,12 +92,12 @@ class ScriptParameters(ShardedModel):
             model: whose parameters are to be sharded.
             numbers: of these parameters.
             device: where they are used.
-            read_pieces: reads a parameter from its owners. Not collective.
+            read_into: reads a parameter from its owners. Not collective.
             read_version: returns what is another one once a parameter's values have changed.
             write: takes back the values of a parameter that the script has changed in place.
         """
         super().__init__(model, numbers, device)
-        self._read_pieces = read_pieces
+        self._read_into = read_into
         self._read_version = read_version
         self._source = self.read
         self._write_back = write
@@ -108,14 +108,14 @@ class ScriptParameters(ShardedModel):
         self._versions_freed: dict[int, int] = {}
         self._has_warned = False  # of a kept tensor that does not follow
         self._lazy: dict[int, OwnersValue] | None = None  # while a state_dict is made
+        self._sources: dict[int, ValueSource] = {}
 
     @torch.no_grad()
     def read(self, number: int) -> torch.Tensor:
         """Return a parameter's values from its owners, on the device. Not collective."""
         values = self.empty_values(number)
         with torch._C.DisableTorchFunctionSubclass():
-            for begin, end, rows in self._read_pieces(number):
-                values[begin:end] = rows
+            self._read_into(number, values)
         return values
 
     def begin_forward(self, gathering: Gathering, is_first: bool) -> None:
@@ -195,7 +195,7 @@ class ScriptParameters(ShardedModel):
             return None
         number = self._number_of[parameter]  # type: ignore[index]
         if number not in self._lazy:
-            self._lazy[number] = OwnersValue.of(*self._reading(number))
+            self._lazy[number] = OwnersValue.of(self._source_of(number))
         return self._lazy[number]
 
     def let_follow(self, number: int, tensor: torch.Tensor) -> None:
@@ -203,30 +203,24 @@ class ScriptParameters(ShardedModel):
 
         Not collective.
         """
-        OwnersValue.become(tensor, *self._reading(number))
+        OwnersValue.become(tensor, self._source_of(number))
 
-    def _reading(
-        self, number: int
-    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor], Callable[[], Any]]:
-        """Return a parameter, what reads its values, and what returns their version."""
-        version = partial(self._rows_version, number)
-        return self._parameters[number], self._reader(number), version
+    def _source_of(self, number: int) -> ValueSource:
+        """Return where the values of a parameter are read from, the same for each `state_dict`."""
+        if number not in self._sources:
+            parameter = self._parameters[number]
+            self._sources[number] = ValueSource(
+                torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),
+                partial(self._read_into, number),
+                partial(self._rows_version, number),
+                lambda like: HostMemory([*self._parameters.values()]).empty(like),
+            )
+        return self._sources[number]
 
     def _rows_version(self, number: int) -> Any:
         """Return the version of a parameter's values, which the script may just have changed."""
         self.free()
         return self._read_version(number)
-
-    def _reader(self, number: int) -> Callable[[], torch.Tensor]:
-        parameter = self._parameters[number]
-        memory = HostMemory([*self._parameters.values()])
-
-        def read() -> torch.Tensor:
-            pieces = sorted(self._read_pieces(number), key=lambda piece: piece[0])
-            values = memory.keep([rows for *_, rows in pieces])
-            return values.view(parameter.shape)
-
-        return read
 
     def _make_parameter_class(self) -> type[PendingParameter]:
         methods = {"materialize": self._unshard_used, "holder": self}

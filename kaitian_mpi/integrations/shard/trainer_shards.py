@@ -16,7 +16,7 @@ from kaitian_mpi.devices.memory_limit import unlimited
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, emulated, find_owners
 from kaitian_mpi.integrations.shard.early_state_dicts import EarlyStateDicts
-from kaitian_mpi.integrations.shard.owned_model import OwnedModel, Read
+from kaitian_mpi.integrations.shard.owned_model import OwnedModel
 from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer, parameters_of
 from kaitian_mpi.integrations.shard.owned_rows import FIRST, MODEL, OPTIMIZER, OwnedRows
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
@@ -37,6 +37,7 @@ class TrainerShards:
         settings: how to lay out models.
         placement: where parameters are before they have owners.
         state_dicts: of modules, from before they have owners.
+        reads: from other ranks, what they own.
     """
 
     def __init__(self, world: World, settings: LayoutSettings, waits: Waits) -> None:
@@ -60,14 +61,9 @@ class TrainerShards:
             OPTIMIZER: [],
         }
         self._deleted: list[tuple[int, int]] = []  # by this rank's script, of these
-        self._reads = OwnerReads(world.comm, self._serve)
+        self.reads = OwnerReads(world.comm, self._serve)
         self._calls = ScriptCalls(world.comm, waits)
         register_close(self._check_used)
-
-    @property
-    def read(self) -> Read:
-        """Asks a rank for what it owns. Not collective."""
-        return self._reads.read
 
     def end(self) -> None:
         """Wait until all ranks' scripts have ended. Collective.
@@ -81,7 +77,7 @@ class TrainerShards:
         """Answer no more reads. Collective."""
         unregister_close(self._check_used)
         self._calls.close()
-        self._reads.close()
+        self.reads.close()
 
     def add_model(self, ddp: DistributedDataParallel) -> None:
         """Take note of a model, which gets owners before its first forward with gradients.
@@ -105,7 +101,7 @@ class TrainerShards:
             return
         index = len(self._served[MODEL])
         model = OwnedModel(
-            ddp, self.world, index, self.read, self._waits, self._calls, self._backward_done
+            ddp, self.world, index, self.reads, self._waits, self._calls, self._backward_done
         )
         self._models[ddp] = model
         self._served[MODEL].append(model.rows)
@@ -236,7 +232,7 @@ class TrainerShards:
             self._served[kind][index] = None
 
     def _read_first(self, *numbers: int) -> Any:
-        return self._reads.read(0, FIRST, *numbers)
+        return self.reads.read(0, FIRST, *numbers)
 
     def _serve(self, kind: int, index: int, *numbers: int) -> Any:
         """Answer another rank: see the `serve` of OwnedRows, OwnedOptimizer and Placement."""

@@ -1,0 +1,116 @@
+"""Stands for the memory of values in `torch.save`, which reads one storage after the other.
+
+`torch.save` pickles tensors without their storages, notes these by `persistent_id`, and writes them
+at its end, each copied to the host by its `cpu()` before: see `torch.serialization._save`. So a
+storage may be read from its owners then, and freed before the next one. Any other pickler gets a
+real storage, in its place among the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.storage import TypedStorage, UntypedStorage
+
+from kaitian_mpi.errors import UserError
+
+
+class SavedValues(Protocol):
+    """Values that are read when they are written."""
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor on meta of the same shape, strides and dtype."""
+
+    def version(self) -> Any:
+        """Return what is another one once the values have changed."""
+
+    def read_to_write(self) -> torch.Tensor:
+        """Return the values in memory of their own."""
+
+
+class SavedStorage:
+    """What `torch.save` takes for the untyped storage of values.
+
+    Attributes:
+        device: one that is not the host, so that `cpu` is called.
+    """
+
+    device = torch.device("meta")
+
+    def __init__(self, values: SavedValues) -> None:
+        """Stand for the storage of the values of now."""
+        self._values = values
+        self._version = values.version()
+
+    @property
+    def _cdata(self) -> int:
+        """A number of this storage alone, and of others that stand for the same values."""
+        return id(self._values)
+
+    def data_ptr(self) -> int:
+        """Return 0, as a storage without memory."""
+        return 0
+
+    def nbytes(self) -> int:
+        """Return the size of the values."""
+        return self._values.like.nbytes
+
+    def cpu(self) -> UntypedStorage:
+        """Return the storage with the values, read now.
+
+        Raises:
+            UserError: they have changed since this was made.
+        """
+        values = self._values.read_to_write()
+        if self._values.version() != self._version:
+            raise UserError(
+                "--layout shard: values have changed while they were saved; save between "
+                "optimizer.step() and the next backward(), and not from another thread"
+            )
+        return values.untyped_storage()
+
+    def _write_file(self, *arguments: Any) -> None:
+        """Write the values, as the format of before torch 1.6 does."""
+        self.cpu()._write_file(*arguments)
+
+
+class TypedSavedStorage(TypedStorage):
+    """What a tensor's pickle has in place of its storage."""
+
+    def __new__(cls, *_: Any) -> TypedSavedStorage:
+        """Make one without the arguments of torch's storages."""
+        return object.__new__(cls)
+
+    def __init__(self, storage: SavedStorage, dtype: torch.dtype) -> None:
+        """Stand for a storage of elements of a dtype."""
+        self._untyped_storage = storage  # type: ignore[assignment]
+        self.dtype = dtype
+
+    def __reduce__(self) -> Any:
+        """Return what a pickler makes of the real storage, if it is not that of `torch.save`."""
+        storage: Any = self._untyped_storage.cpu()
+        return TypedStorage(wrap_storage=storage, dtype=self.dtype, _internal=True).__reduce__()
+
+
+def standing_in(values: SavedValues, protocol: Any) -> Any:
+    """Return how values are pickled, as by a tensor's `__reduce_ex__`, without reading them.
+
+    None if a tensor of their dtype is pickled in another way than by a typed storage.
+    """
+    like = values.like
+    function, arguments = torch.empty(0, dtype=like.dtype).__reduce_ex__(protocol)
+    is_usual = function is torch._utils._rebuild_tensor_v2 and type(arguments[0]) is TypedStorage
+    if not is_usual or not like.numel():
+        return None
+    storage = TypedSavedStorage(SavedStorage(values), like.dtype)
+    return function, (storage, 0, tuple(like.shape), like.stride(), *arguments[4:])
+
+
+def _location(storage: Any) -> str | None:
+    return "cpu" if isinstance(storage, SavedStorage) else None
+
+
+# Before those of devices, of which no storage is of this class.
+torch.serialization.register_package(-1, _location, lambda *_: None)
