@@ -6,7 +6,7 @@ backward gathers them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -231,19 +231,14 @@ class ShardedModel:
         finally:
             self._sharded_class.fills_no_memory = False
 
-    def random_values(self) -> Source:
-        """Return a source of random values, to measure a step without communication."""
-        largest = max(parameter.numel() for parameter in self._parameters.values())
-        memory: dict[torch.dtype, torch.Tensor] = {}
-
-        def source(number: int) -> torch.Tensor:
-            parameter = self._parameters[number]
-            if parameter.dtype not in memory:
-                values = torch.empty(largest, dtype=parameter.dtype, device=self._device)
-                memory[parameter.dtype] = values.normal_(std=_RANDOM_STD)
-            return memory[parameter.dtype][: parameter.numel()].view(parameter.shape)
-
-        return source
+    @contextmanager
+    def with_random_values(self) -> Iterator[None]:
+        """Give the parameters random values in the block, to try a step without communication."""
+        self.begin(_random_values(self._parameters, self._device))
+        try:
+            yield
+        finally:
+            self.end()
 
     def nbytes(self, number: int) -> int:
         """Return the bytes of a whole parameter."""
@@ -340,6 +335,21 @@ class ShardedModel:
         self.unshard([saved.number])
         values = self._unsharded[saved.number].on_current_stream().to(saved.dtype)
         return values.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def _random_values(parameters: Mapping[int, nn.Parameter], device: torch.device) -> Source:
+    """Return a source of random values on a device, which parameters of one dtype share."""
+    largest = max(parameter.numel() for parameter in parameters.values())
+    memory: dict[torch.dtype, torch.Tensor] = {}
+
+    def source(number: int) -> torch.Tensor:
+        parameter = parameters[number]
+        if parameter.dtype not in memory:
+            values = torch.empty(largest, dtype=parameter.dtype, device=device)
+            memory[parameter.dtype] = values.normal_(std=_RANDOM_STD)
+        return memory[parameter.dtype][: parameter.numel()].view(parameter.shape)
+
+    return source
 
 
 def check_without_torch_func(model: nn.Module, error: RuntimeError) -> None:

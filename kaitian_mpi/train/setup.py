@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,7 @@ from kaitian_mpi.observe.run_folder import NoFolder, RunFolder, open_run_folder
 from kaitian_mpi.runtime.watchdog import enter_phase, set_phase_limit, setup_limit
 from kaitian_mpi.train.data.batches import as_batches
 from kaitian_mpi.train.data.sample_digest import digest_samples
-from kaitian_mpi.train.task import Task
-
-if TYPE_CHECKING:
-    from kaitian_mpi.distributed.sharded_model import ShardedModel
+from kaitian_mpi.train.task import Task, borrowed
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +44,9 @@ class Setup:
     """The ID of this job, and of those that kaitian-supervise starts in its place."""
     path: Path | None = None
     """The run folder's path on rank 0; None if nothing is written."""
-    sharded_model: ShardedModel | None = None
-    """The model as one whose parameters are in parts; None if they are whole."""
+    trial_values: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Makes a context in which a trial computes with the model: each parameter has values there,
+    which may be any if the layout keeps its own elsewhere."""
     dataset_size: str = ""
     """The numbers of training and validation samples; the same on every rank."""
 
@@ -61,6 +60,12 @@ class Setup:
         """The held-out data, likewise; None if there is none."""
         data = self.task.validation
         return None if data is None else as_batches(data, self.task.collate)
+
+    @contextmanager
+    def borrowed_model(self) -> Iterator[nn.Module]:
+        """Compute with the task's model in the block; see `borrowed`. Not collective."""
+        with self.trial_values(), borrowed(self.task.model) as model:
+            yield model
 
 
 def prepare(make_task: MakeTask, config: TrainingConfig, job: str, world: World) -> Setup:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,9 +32,6 @@ from kaitian_mpi.train.state_transfer import (
 )
 from kaitian_mpi.train.task import Computation, Task
 
-if TYPE_CHECKING:
-    from kaitian_mpi.distributed.sharded_model import ShardedModel
-
 _PARTS = {
     "model": "the model",
     "optimizers": "the optimizer",
@@ -59,7 +56,6 @@ class State:
         wire: str = "fp32",
         *,
         moves: bool = True,
-        sharded_model: ShardedModel | None = None,
         make_partition: Callable[[nn.Module, Sequence[Optimizer]], Partition] = Partition,
     ) -> None:
         """Make the optimizers. Not collective.
@@ -70,7 +66,6 @@ class State:
             total_steps: of the run.
             wire: the format of gradients between hosts.
             moves: whether to move the model to the device.
-            sharded_model: the model with its parameters sharded; None if they are whole.
             make_partition: makes this rank's part of the state; by default it has all of it.
         """
         self.computation = computation
@@ -81,7 +76,6 @@ class State:
         self._schedules = Schedules(task, self.optimizers, total_steps)
         self.partition = make_partition(self.model, self.optimizers)
         """This rank's part of the model's and the optimizers' state."""
-        self.sharded_model = sharded_model
         self.extra = task.extra_objects()
         self.statistics = RunningStatistics(self.model)
         self.buffers = SavedBuffers(self.model, self.statistics)

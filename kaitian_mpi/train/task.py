@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.abort import install_abort_hook
 from kaitian_mpi.train.data.batches import is_stream, place
-
-if TYPE_CHECKING:
-    from kaitian_mpi.distributed.sharded_model import ShardedModel
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -320,23 +317,18 @@ def aside(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed(model: nn.Module, sharded_model: ShardedModel | None = None) -> Iterator[nn.Module]:
+def borrowed(model: nn.Module) -> Iterator[nn.Module]:
     """Compute with a model itself in the block, of which no trace is left. Not collective.
 
-    A gradient is freed as soon as it is complete, so that there is never more than a few. If the
-    model is `sharded_model`, its parameters have any values.
+    A gradient is freed as soon as it is complete, so that there is never more than a few.
     """
     modes = {module: module.training for module in model.modules()}
     buffers = [buffer.clone() for buffer in model.buffers()]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [parameter.register_post_accumulate_grad_hook(_free) for parameter in parameters]
-    if sharded_model is not None:
-        sharded_model.begin(sharded_model.random_values())
     try:
         yield model.train()
     finally:
-        if sharded_model is not None:
-            sharded_model.end()
         for hook in hooks:
             hook.remove()
         for module, mode in modes.items():

@@ -132,8 +132,9 @@ class Training(AbstractContextManager["Training"]):
     def run(self) -> None:
         """Train to the end, with nothing of the script's between two steps.
 
-        In layout shard the new values of parameters then come back while the next step computes,
-        also in a job that survives lost ranks. Otherwise it is as a loop with an empty body.
+        New values of parameters that other ranks have stepped then come while the next step
+        computes, also in a job that survives lost ranks. Otherwise it is as a loop with an empty
+        body.
 
         Raises:
             UserError: as iterating does.

@@ -131,17 +131,16 @@ def test_only_layouts_ask_which_layout_it_is():
 
 
 # What may name shards, stages' pipeline or mirrors: layouts, what chooses and predicts them, and
-# what moves their data. The others below are to become fewer: of these, `integrations` and `relay`
-# mean other things by the words, and `train` hands on the model whose parameters are sharded.
+# what moves their data. The others below are to become fewer: of these, `integrations` means other
+# packages' classes, and in `train` are a field of the summary and what a task may give a pipeline.
 LAYOUT_PLACES = ("train/layouts/", "config/", "cli/", "balance/", "integrations/shard/")
 NAMES_LAYOUTS = {
     *("distributed/gathering.py", "distributed/owners_values.py", "distributed/shard_buckets.py"),
-    *("distributed/shard_reducer.py", "distributed/sharded_model.py", "distributed/relay/relay.py"),
+    *("distributed/shard_reducer.py", "distributed/sharded_model.py"),
     *("integrations/adaptive_forwards.py", "integrations/convert_experts.py"),
     *("integrations/planned_batches.py", "integrations/planned_loaders.py"),
-    *("integrations/planned_streams.py", "supervise/machine.py", "train/measure/plan.py"),
-    *("train/measure/rank_timer.py", "train/setup.py", "train/state.py"),
-    *("train/summary.py", "train/task.py", "train/training.py"),
+    *("integrations/planned_streams.py", "supervise/machine.py"),
+    *("train/summary.py", "train/task.py"),
 }
 
 

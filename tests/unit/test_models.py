@@ -1,6 +1,7 @@
 """The built-in models, users' own, the smallest batch of a model, and `--task module:function`."""
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from kaitian_mpi.recipes.models import MODELS, build_model
 from kaitian_mpi.recipes.user_data import batches_of_pairs
 from kaitian_mpi.recipes.user_task import build_task
 from kaitian_mpi.train.layouts.pipeline.chain import ModelCall, chain_of, run
-from kaitian_mpi.train.measure.plan import min_batch_of
+from kaitian_mpi.train.measure.plan import copied_model, min_batch_of
 from kaitian_mpi.train.task import Computation, Task
 
 COUNTS = {"mobilenetv2": 2_236_682, "resnet18": 11_173_962, "cnn": 24_346}
@@ -113,6 +114,10 @@ def task_of(model, factor=1.0):
     )
 
 
+def min_batch(task):
+    return min_batch_of(task, DATA, HOST, partial(copied_model, task.model, HOST.device))
+
+
 def flat(*layers):
     return nn.Sequential(nn.Flatten(), *layers)
 
@@ -150,20 +155,20 @@ def test_min_batch_is_found_by_trial():
         (flat(nn.LazyLinear(3)), 1),
         (build_model("cnn", 3), 1),
     ):
-        assert min_batch_of(task_of(model), DATA, HOST) == expected
+        assert min_batch(task_of(model)) == expected
 
 
 def test_the_model_and_the_generators_are_restored():
     model = Dropping().eval()
     before = torch.get_rng_state()
-    assert min_batch_of(task_of(model), DATA, HOST) == 2
+    assert min_batch(task_of(model)) == 2
     assert torch.equal(torch.get_rng_state(), before)
     assert (model.calls, model.seen.item(), model.training) == (0, 0, False)
     assert model.norm.num_batches_tracked.item() == 0
 
 
 def test_a_mean_of_nothing_is_allowed():
-    assert min_batch_of(task_of(flat(nn.Linear(48, 3)), 0.0), DATA, HOST) == 1
+    assert min_batch(task_of(flat(nn.Linear(48, 3)), 0.0)) == 1
 
 
 FUNCTIONS = """

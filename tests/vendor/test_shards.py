@@ -73,7 +73,7 @@ def test_owners_on_devices_train_like_one_process(world, dtype, tolerance, form)
     shards = Shards(ours, optimizers[1:], sharded, kept)
     hosts = [str(rank) for rank in range(world.size)]
     shards.assign(world, with_mirrors(memory, hosts) if mirrors else without_mirrors(memory))
-    gathering = shards.gathering(sharded, world, lambda what: nullcontext()) if in_parts else None
+    gathering = shards.gathering(world, lambda name: nullcontext())
     reducer = shards.reducer(ours, bucket_caps=(2000, 4000), gathering=gathering)
     reducer.begin_step(rounds=2)
     fake_library.calls.clear()

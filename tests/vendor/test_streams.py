@@ -149,11 +149,7 @@ class InShards:
         self._optimizers = optimizers(model)
         self._shards = Shards(self.model, self._optimizers, self._sharded_model, kept)
         self._shards.assign(world, without_mirrors([1.0] * world.size))
-        self._gathering = None
-        if self._sharded_model is not None:
-            self._gathering = self._shards.gathering(
-                self._sharded_model, world, lambda _: nullcontext()
-            )
+        self._gathering = self._shards.gathering(world, lambda _: nullcontext())
         self._reducer = self._shards.reducer(
             self.model,
             overlaps=self.overlaps,

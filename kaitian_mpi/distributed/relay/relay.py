@@ -1,6 +1,6 @@
 """A process group's relay: takes tensors through host memory, where MPI exchanges them.
 
-It is a pipeline: neighboring chunks are copied out, exchanged and copied back at once. The host
+While one chunk is exchanged, the next is copied out and the one before is copied back. The host
 memory is a ring of equal buffers, allocated once and used again.
 """
 

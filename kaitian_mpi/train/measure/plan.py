@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +25,9 @@ from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.measure.rank_benchmark import benchmark_ranks, write_benchmark
 from kaitian_mpi.train.measure.rank_timer import RankMeasurement, equal_share
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.task import Computation, Task, aside, borrowed
+from kaitian_mpi.train.task import Computation, Task, aside
 
-if TYPE_CHECKING:
-    from kaitian_mpi.distributed.sharded_model import ShardedModel
+MakeTrialModel = Callable[[], AbstractContextManager[nn.Module]]
 
 FROM_BENCHMARK = "the benchmark"
 
@@ -227,7 +227,9 @@ def find_min_batch(config: TrainingConfig, world: World, setup: Setup, copies: b
     precision = "fp32" if config.precision == "auto" else config.precision
     computation = Computation(world.device, precision, "contiguous")
     enter_phase("a trial of the model")
-    rank_minimum = min_batch_of(setup.task, setup.train, computation, copies, setup.sharded_model)
+    copied = partial(copied_model, setup.task.model, world.device)
+    make_model = copied if copies else setup.borrowed_model
+    rank_minimum = min_batch_of(setup.task, setup.train, computation, make_model)
     enter_phase("waiting for the other ranks' trial of the model", waits=True, limited=False)
     minimum = max(gather_values(world.comm, rank_minimum))
     why = "the model cannot train on a single sample"
@@ -246,23 +248,25 @@ def min_batch_by_layers(model: nn.Module) -> int:
 
 
 def min_batch_of(
-    task: Task,
-    data: Any,
-    computation: Computation,
-    copies: bool = True,
-    sharded_model: ShardedModel | None = None,
+    task: Task, data: Any, computation: Computation, make_model: MakeTrialModel
 ) -> int:
     """Return the fewest samples that this rank can train the model on, 1 or 2.
 
-    Returns 1 for a model that fails with two samples as well: training will report its error.
+    `make_model` makes a context with the model, or a copy of it, to compute with. Returns 1 for a
+    model that fails with two samples as well: training will report its error.
     """
     if task.loss is None:
         return min_batch_by_layers(task.model)
-    computes = computation, copies, sharded_model
     with aside(computation.device), torch.no_grad():
-        if _works(task, data, [0], *computes):
+        if _works(task, data, [0], computation, make_model):
             return 1
-        return 2 if _works(task, data, [0, len(data) - 1], *computes) else 1
+        return 2 if _works(task, data, [0, len(data) - 1], computation, make_model) else 1
+
+
+@contextmanager
+def copied_model(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+    """Compute with a copy of a model in the block."""
+    yield copy.deepcopy(model).to(device).train()
 
 
 def _works(
@@ -270,17 +274,12 @@ def _works(
     data: Any,
     indices: Sequence[int],
     computation: Computation,
-    copies: bool,
-    sharded_model: ShardedModel | None,
+    make_model: MakeTrialModel,
 ) -> bool:
     try:
         batch = data[indices]
         weight = task.weight_of(batch, len(indices))
-        if not (copies or sharded_model):
-            task.model.to(computation.device)
-        with nullcontext() if copies else borrowed(task.model, sharded_model) as model:
-            if model is None:
-                model = copy.deepcopy(task.model).to(computation.device).train()
+        with make_model() as model:
             loss = computation.loss(task, model, computation.place(batch))
         # The mean of nothing is NaN, whatever the model. A device's errors show when it is read.
         return bool(loss.isfinite()) or not weight

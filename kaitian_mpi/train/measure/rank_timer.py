@@ -25,7 +25,7 @@ from kaitian_mpi.runtime.watchdog import enter_phase
 from kaitian_mpi.train.data.sampler import LoadAdaptiveSampler
 from kaitian_mpi.train.progress import most_epochs
 from kaitian_mpi.train.setup import Setup
-from kaitian_mpi.train.task import MEMORY_FORMATS, Computation, borrowed
+from kaitian_mpi.train.task import MEMORY_FORMATS, Computation
 
 # The first batch size that is timed, and how fast it grows: on a host even a few samples keep a
 # core busy. An accelerator takes a second to prepare its kernels for each size: there are few.
@@ -239,7 +239,7 @@ class RankTimer:
         )
         order = sampler.indices(0, min(len(setup.train), self._limits.largest_share))
         if self._reserved is not None:
-            model = self._end.enter_context(borrowed(task.model, setup.sharded_model))
+            model = self._end.enter_context(setup.borrowed_model())
             return _TimedModel(self._world, setup, model, [], order)
         try:
             model = copy.deepcopy(task.model).to(self._world.device).train()

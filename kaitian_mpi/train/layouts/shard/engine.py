@@ -31,15 +31,13 @@ class ShardEngine(Engine):
         self._micro_batch_sizes = gather_values(self.world.comm, self.plan.micro_batch_size)
 
     def _make_gradients(self) -> ShardReducer:
-        state = self.state
         step = self.step
-        assert isinstance(state.partition, Shards)
-        options: dict[str, Any] = {"on_bucket": step.bucket_ready, "waits": step.waits}
-        if state.sharded_model is not None:
-            options["gathering"] = state.partition.gathering(
-                state.sharded_model, self.world, step.waits
-            )
-        return state.partition.reducer(state.model, **options)
+        return self._shards.reducer(
+            self.state.model,
+            on_bucket=step.bucket_ready,
+            waits=step.waits,
+            gathering=self._shards.gathering(self.world, step.waits),
+        )
 
     def close(self, together: bool = True) -> None:
         self._end_forward(keeps_changes=False)
@@ -114,6 +112,12 @@ class ShardEngine(Engine):
             self._sharded_model.end(keeps_changes=keeps_changes)
 
     @property
+    def _shards(self) -> Shards:
+        assert isinstance(self.state.partition, Shards)
+        return self.state.partition
+
+    @property
     def _sharded_model(self) -> ShardedModel:
-        assert self.state.sharded_model is not None
-        return self.state.sharded_model
+        model = self._shards.sharded_model
+        assert model is not None
+        return model

@@ -35,6 +35,7 @@ class ShardLayout(Layout):
         """Divide a model by the ranks' budget; `reserved` bytes of it are this rank's."""
         self._budget = budget
         self._reserved = reserved
+        self._sharded_model: ShardedModel | None = None
         # Of the parameters in parts, what this rank has before there are owners.
         self._values: dict[Key, torch.Tensor] = {}
 
@@ -64,7 +65,8 @@ class ShardLayout(Layout):
         self._values = sharded_model.shard(
             [(part.parameter, part.begin, part.end) for part in rank_parts]
         )
-        return replace(setup, sharded_model=sharded_model)
+        self._sharded_model = sharded_model
+        return replace(setup, trial_values=sharded_model.with_random_values)
 
     def find_profiles(
         self, config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
@@ -74,7 +76,7 @@ class ShardLayout(Layout):
     def make_state(
         self, config: TrainingConfig, setup: Setup, computation: Computation, total_steps: int
     ) -> State:
-        sharded_model = setup.sharded_model
+        sharded_model = self._sharded_model
         values = self._values
         check_can_shard(setup.task)
         with nullcontext() if sharded_model is None else sharded_model.making_optimizers():
@@ -84,8 +86,7 @@ class ShardLayout(Layout):
                 total_steps,
                 config.wire,
                 moves=sharded_model is None,
-                sharded_model=sharded_model,
-                make_partition=partial(Shards, sharded=sharded_model, values=values),
+                make_partition=partial(Shards, sharded_model=sharded_model, values=values),
             )
 
     def assign(self, config: TrainingConfig, world: World, state: State, plan: Plan) -> None:

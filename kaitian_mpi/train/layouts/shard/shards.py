@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
@@ -46,17 +46,6 @@ _VALUE = "value"
 _STATE = 3  # bytes of a gradient and of an optimizer's state, about, for each of a value
 
 
-class OwnedValues(Protocol):
-    """Parameters of which only the owners have the values, as `ShardedModel` has them."""
-
-    @property
-    def numbers(self) -> Collection[int]:
-        """The numbers of these parameters; the same on every rank."""
-
-    def make_target(self, number: int, values: torch.Tensor) -> nn.Parameter:
-        """Keep the values of an owned part, and return what an optimizer steps. Not collective."""
-
-
 class Shards(DividedState[Part]):
     """The parts of a model's parameters, and of its optimizers, on this rank.
 
@@ -68,7 +57,7 @@ class Shards(DividedState[Part]):
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        sharded: OwnedValues | None = None,
+        sharded_model: ShardedModel | None = None,
         values: Mapping[Key, torch.Tensor] | None = None,
     ) -> None:
         """Begin without owners.
@@ -76,12 +65,12 @@ class Shards(DividedState[Part]):
         Args:
             model: its parameters are numbered in the order of `parameters()`.
             optimizers: of the parameters; their groups change with the owners.
-            sharded: the parameters of which only an owner has the values; None: none.
+            sharded_model: the model, if only their owners have the values of some parameters.
             values: those that this rank has, to be kept or given away.
         """
-        numbers = frozenset[int]() if sharded is None else frozenset(sharded.numbers)
+        numbers = frozenset[int]() if sharded_model is None else sharded_model.numbers
         super().__init__(model, optimizers, numbers)
-        self._make_target = None if sharded is None else sharded.make_target
+        self.sharded_model = sharded_model
         self._numbers = sorted({n for groups in self._groups for group in groups for n in group})
         self.parts: list[Part] = []
         """The parts of all ranks; empty before `assign`."""
@@ -223,11 +212,13 @@ class Shards(DividedState[Part]):
         if self._reducer is not None:
             self._reducer.check_values()
 
-    def gathering(self, model: ShardedModel, world: World, waits: Any) -> Gathering:
-        """Return the object that gathers the sharded parameters of `model` from their owners."""
+    def gathering(self, world: World, waits: Any) -> Gathering | None:
+        """Return the object that gathers parameters from their owners; None if all are whole."""
+        if self.sharded_model is None:
+            return None
         exchange = partial(gather_values, world.comm)
         options = {"waits": waits, "prefetches": self._overlaps}
-        return Gathering(model, self.parts, self.targets, exchange, **options)
+        return Gathering(self.sharded_model, self.parts, self.targets, exchange, **options)
 
     def follow_data(self) -> None:
         """Let the parts be rows of parameters again whose `data` was set since. Not collective.
@@ -298,8 +289,8 @@ class Shards(DividedState[Part]):
             return _target(parameter, part)
         if part.owner != rank:  # a mirror has no other use for them
             return nn.Parameter(self._values[key].to(parameter.device, copy=False))
-        assert self._make_target is not None
-        target = self._make_target(part.parameter, self._values[key])
+        assert self.sharded_model is not None
+        target = self.sharded_model.make_target(part.parameter, self._values[key])
         self._values[key] = target.detach()
         return target
 
