@@ -5,13 +5,14 @@ import re
 import pytest
 from jobs import PYTHON, run_alone, summary_of
 
-# A wide chain of layers, so that parameters, state and activations all count.
+# A wide chain of layers, so that parameters, state and activations all count, in megabytes; a wider
+# one of fewer layers has as many, and takes longer.
 TASK = """
 import torch
 from torch import nn
 from kaitian_mpi import Task
 
-def build(width: int = 1536, blocks: int = 6) -> Task:
+def build(width: int = 768, blocks: int = 12) -> Task:
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(blocks)]
     return Task(
         model=nn.Sequential(*layers),
@@ -20,7 +21,7 @@ def build(width: int = 1536, blocks: int = 6) -> Task:
         loss=lambda model, batch: (model(batch) - batch).square().mean(),
     )
 """
-STATE = 4 * 6 * (1536 * 1536 + 1536)  # bytes of the parameters
+STATE = 4 * 12 * (768 * 768 + 768)  # bytes of the parameters
 TRAINING = "--task planted_memory:build --global-batch-size 16"
 PEAK = """
 import resource, sys

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from choices import by_default
 from samples import Points
 from torch import nn
 from trace_rules import check_trace, read_trace, spans_of
@@ -57,6 +58,7 @@ def same_on_all(world, value):
     return gathered[0]
 
 
+@pytest.mark.thorough(2)
 def test_ranks_measure_experts_and_plan_alike_and_the_model_stays(world):
     task, config = make_task(), config_of()
     before = copy.deepcopy(task.model.state_dict())
@@ -103,6 +105,7 @@ def test_without_balance_or_a_loss_rows_and_experts_are_equal(world):
 
 
 @pytest.mark.sizes(2, 3)
+@pytest.mark.thorough(2)
 def test_a_rank_without_memory_holds_no_expert(world):
     config = config_of(balance="off")
     facts = find_facts(config, Setup(make_task(), NoFolder()), world)
@@ -213,7 +216,9 @@ def test_experts_move_at_the_end_of_an_epoch_and_the_run_goes_on(world, shared_p
 
 
 @pytest.mark.sizes(2)
-@pytest.mark.parametrize("balance", ["static", "adaptive", "off"])
+@pytest.mark.parametrize(
+    "balance", by_default(["static", "adaptive", "off"], ["static", "adaptive"])
+)
 def test_the_first_steps_calibrate_the_prediction_also_of_a_static_plan(
     world, balance, monkeypatch, capsys
 ):
@@ -284,6 +289,7 @@ class Counting(nn.Module):
         return self.linear(tokens)
 
 
+@pytest.mark.thorough(2)
 def test_batch_norm_beside_experts_and_their_buffers_are_evaluated_on_any_ranks(world, shared_path):
     torch.manual_seed(5)
     mixture = Experts([Counting() for _ in range(4)], nn.Linear(8, 4), top_k=1)

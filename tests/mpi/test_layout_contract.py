@@ -218,8 +218,14 @@ def compare_with_one_process(world, task, steps, folder, epochs=EPOCHS):
 @pytest.mark.parametrize(
     ("layout", "is_open"),
     [
-        *[("replicate", False), ("shard", True), ("parts", True)],
-        *[("pipeline", False), ("averaging", False), ("experts", True)],
+        *(
+            pytest.param(layout, is_open, marks=pytest.mark.thorough(1))
+            for layout, is_open in (
+                *[("replicate", False), ("shard", True), ("parts", True)],
+                *[("pipeline", False), ("averaging", False)],
+            )
+        ),
+        ("experts", True),
         *by_default([("mirrors", False), ("averaging", True), ("experts", False)], ()),
     ],
 )

@@ -70,6 +70,7 @@ def test_what_the_host_cannot_touch_is_copied_there_and_back(world, algorithm, d
         assert world.size == 1 or sum(copied) >= 2 * length
 
 
+@pytest.mark.thorough(4)
 def test_moves_and_reductions(world, place):
     for number, dtype in enumerate(MOVED):
         roots = range(world.size) if dtype is torch.float32 else [number % world.size]
@@ -91,6 +92,7 @@ def test_long_reductions(world, algorithm, length):
     cases.check_reductions(world, torch.clone, torch.float64, length)
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("length", [5_000, 700_001])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bit_floats_are_summed_in_float32_and_rounded_once_a_stage(

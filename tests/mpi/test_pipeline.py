@@ -154,6 +154,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(world, tmp_path, mo
 
 
 @pytest.mark.sizes(2, 3)
+@pytest.mark.thorough(2)
 def test_stages_that_move_while_a_job_trains_continue_as_one_process(
     world, shared_path, monkeypatch
 ):
@@ -211,6 +212,7 @@ def freeze(model, is_frozen):
 
 
 @pytest.mark.sizes(2, 3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_layers_of_any_kind_train_as_in_one_process(world, tmp_path, replicas):
     """A module used twice, tuples, changes in place, frozen layers, some without an optimizer.

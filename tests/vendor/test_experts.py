@@ -13,7 +13,7 @@ from torch import nn
 from kaitian_mpi import Experts
 from kaitian_mpi.train.layouts.experts.exchange import TokenExchange
 
-pytestmark = pytest.mark.sizes(2, 3, 4)
+pytestmark = [pytest.mark.sizes(2, 3, 4), pytest.mark.thorough(4)]
 
 WIDTH, TOKENS = 8, [11, 0, 17, 5]
 OWNERS = {2: [0, 1, 0, 1, 1], 3: [2, 0, 1, 1, 2], 4: [3, 0, 2, 1, 0]}

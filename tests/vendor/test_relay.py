@@ -8,6 +8,7 @@ import fake_kinds  # noqa: F401 - makes torch know the device type
 import pytest
 import torch
 import torch.distributed as dist
+from choices import by_default
 from collective_cases import agree
 from fake_device import Stream, current_stream, on_device, synchronizations, values
 
@@ -244,7 +245,7 @@ def group_with_long_messages(world, monkeypatch):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize("dtype", by_default([torch.bfloat16, torch.complex128], [torch.bfloat16]))
 def test_messages_in_pieces_keep_their_order_beside_others(
     world, device_of, group_with_long_messages, dtype
 ):
@@ -351,7 +352,7 @@ def test_what_a_rank_only_receives_waits_for_the_copies_back(world, device_of, i
     [
         torch.float32,
         pytest.param(torch.bfloat16, marks=pytest.mark.thorough(3)),
-        pytest.param(torch.complex64, marks=pytest.mark.thorough(3)),
+        pytest.param(torch.complex64, marks=pytest.mark.thorough),
     ],
 )
 def test_other_long_tensors_pass_through_page_locked_memory(

@@ -46,11 +46,11 @@ ALSO_ON_3, ALSO_ON_4 = pytest.mark.thorough(3), pytest.mark.thorough(4)
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "form"),
     [
-        pytest.param(torch.float64, 1e-12, "", marks=ON_ANY),
+        pytest.param(torch.float64, 1e-12, "", marks=[ON_ANY, ALSO_ON_4]),
         pytest.param(torch.float64, 1e-12, "mirrors", marks=[FEWER, ALSO_ON_3]),
         pytest.param(torch.float64, 1e-12, "parts", marks=[FEWER, ALSO_ON_3]),
         # Which the libraries sum.
-        pytest.param(torch.float32, 1e-4, "mirrors", marks=[ON_ANY, ALSO_ON_4]),
+        pytest.param(torch.float32, 1e-4, "mirrors", marks=[ON_ANY, pytest.mark.thorough]),
         pytest.param(torch.float32, 1e-4, "parts", marks=[ON_ANY, ALSO_ON_4]),
     ],
 )

@@ -203,7 +203,13 @@ WAYS = ByReducer, ByDdp, InShards, InShardsThatWait, InParts
 
 
 @pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("way", by_default(WAYS, (ByReducer, InShards, InParts)))
+@pytest.mark.parametrize(
+    "way",
+    [
+        *(pytest.param(way, marks=pytest.mark.thorough(3)) for way in (ByReducer, InShards)),
+        *by_default([ByDdp, InShardsThatWait, InParts], (InParts,)),
+    ],
+)
 def test_a_model_that_computes_on_two_streams_trains_like_one_process(world, way, monkeypatch):
     def late(function):
         def call(*arguments, **options):

@@ -86,6 +86,7 @@ def test_all_reduce_at_the_edges_of_chunks(world, device_of, algorithm, dtype, e
     cases.check_sum(world, device_of, dtype, edge + 1, in_background=True)
 
 
+@pytest.mark.thorough(4)  # of whose libraries 2 and 3 ranks have one each
 def test_operations_that_move_data_and_reduce_it(world, put):
     for number, dtype in enumerate(TYPES):
         # Of seven types that the library supports in a row, and four that it does not, some have
@@ -116,6 +117,7 @@ def test_sparse_sums_and_works_of_several_calls(world, device_of):
     assert tensor.to_dense()[:, 0].tolist() == [1.0] * world.size + [float(world.size)]
 
 
+@pytest.mark.thorough(4)
 def test_torchs_own_functions_serve_our_groups_where_a_plug_in_replaced_them(
     world, device_of, monkeypatch
 ):
