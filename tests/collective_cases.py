@@ -112,12 +112,12 @@ def check_moves(world, put, dtype, length, roots):
         dist.gather(put(content(rank)), pieces, dst=root)
         if pieces:
             check(pieces, map(content, ranks))
-        got, given = empty(), [put(content(each + 1)) for each in ranks]
-        dist.scatter(got, given if rank == root else None, src=root)
+        got, inputs = empty(), [put(content(each + 1)) for each in ranks]
+        dist.scatter(got, inputs if rank == root else None, src=root)
         check([got], [content(rank + 1)])
-    pieces = [empty(length - each) for each in ranks]
+    pieces = [empty(length - other) for other in ranks]
     dist.all_gather(pieces, put(content(rank, length - rank)))
-    check(pieces, [content(each, length - each) for each in ranks])
+    check(pieces, [content(other, length - other) for other in ranks])
     whole = put(cat(content(0) for _ in ranks))
     dist.all_gather_single(whole, put(content(rank)))
     check([whole], [cat(map(content, ranks))])
@@ -130,17 +130,17 @@ def check_moves(world, put, dtype, length, roots):
 
 def check_reductions(world, put, dtype, length):
     content = torch.arange(length) % 3
-    own = (content * (world.rank + 1)).to(dtype)
+    rank_content = (content * (world.rank + 1)).to(dtype)
     summed = (content * factor(world)).to(dtype)
     for root in range(world.size):
-        tensor = put(own.clone())
+        tensor = put(rank_content.clone())
         dist.reduce(tensor, root)
         if world.rank == root:
             check([tensor], [summed])
     output = put(torch.zeros(length, dtype=dtype))
-    dist.reduce_scatter_single(output, put(torch.cat([own] * world.size)))
+    dist.reduce_scatter_single(output, put(torch.cat([rank_content] * world.size)))
     check([output], [summed])
-    shorter = [own[: max(0, length - each)].clone() for each in range(world.size)]
+    shorter = [rank_content[: max(0, length - other)].clone() for other in range(world.size)]
     output = put(torch.zeros_like(shorter[world.rank]))
     dist.reduce_scatter(output, [put(piece) for piece in shorter])
     check([output], [summed[: max(0, length - world.rank)]])

@@ -63,29 +63,29 @@ def train(mpirun, script, *options, difference=1e-9, rows=ROWS, **more):
     """Return what the script has found, after the checks that hold for all."""
     ended = run(mpirun, script, *options, adaptive="object" not in options, **more)
     assert ended.out.count("adaptive: batches of 16 rows over 2 ranks") == 1
-    found = found_in(ended)
+    report = found_in(ended)
     # Equal ones, planned ones, and, if an epoch ends with a partial batch, that.
-    assert found["splits"] >= 2 + (rows % 16 > 0)
-    assert found["rows"] == found["distinct_rows"] == [rows, rows]  # each once an epoch
-    assert found["difference"] < difference
-    return found, ended.out
+    assert report["splits"] >= 2 + (rows % 16 > 0)
+    assert report["rows"] == report["distinct_rows"] == [rows, rows]  # each once an epoch
+    assert report["difference"] < difference
+    return report, ended.out
 
 
 def test_a_loop_of_plain_torch_with_workers(mpirun):
-    found, _ = train(mpirun, "resumed.py", "plain_ddp", "-1", "workers")
-    assert found["steps"] == 2 * 13
+    report, _ = train(mpirun, "resumed.py", "plain_ddp", "-1", "workers")
+    assert report["steps"] == 2 * 13
     # An evaluation's batches are those of the script's own sampler.
-    assert found["evaluated"] == [[8] * 12 + [6]] * 2
+    assert report["evaluated"] == [[8] * 12 + [6]] * 2
 
 
 @needs_timm
 def test_timms_loaders_and_models(mpirun):
-    found, out = train(
+    report, out = train(
         mpirun, "timm_loop.py", TIMM, rows=12 * 16
     )  # it drops the last, partial batch
     assert "the loss is taken as the mean over rows" in out
-    assert found["steps"] == 2 * 12
-    assert found["evaluated"] == [[8] * 12 + [6]] * 2
+    assert report["steps"] == 2 * 12
+    assert report["evaluated"] == [[8] * 12 + [6]] * 2
 
 
 @pytest.mark.usefixtures("preloaded")
@@ -103,18 +103,18 @@ def test_batch_norm_over_the_rows_of_all_ranks_on_cpus(mpirun):
     ],
 )
 def test_a_loop_over_accelerate_with_accumulation(mpirun, kind, rule):
-    found, out = train(mpirun, "accelerate_loop.py", kind)
+    report, out = train(mpirun, "accelerate_loop.py", kind)
     assert rule in out
-    assert found["evaluated"] == [ROWS, ROWS]
+    assert report["evaluated"] == [ROWS, ROWS]
 
 
 @needs_accelerate
 @pytest.mark.usefixtures("preloaded")
 def test_a_robots_policy_in_the_shape_of_lerobots_loop(mpirun):
     """It calls `forward` by its name, where hooks of the model are not called."""
-    found, _ = train(mpirun, "policy_loop.py")
-    assert found["steps"] == 2 * 13
-    assert found["average"] > 0
+    report, _ = train(mpirun, "policy_loop.py")
+    assert report["steps"] == 2 * 13
+    assert report["average"] > 0
 
 
 @needs_accelerate
@@ -130,9 +130,9 @@ def test_a_robots_policy_in_the_shape_of_lerobots_loop(mpirun):
 def test_hugging_faces_trainer(mpirun, kind, rule, options, request):
     if kind != "language":
         request.getfixturevalue("preloaded")
-    found, out = train(mpirun, "hugging_face.py", kind, *options.split())
+    report, out = train(mpirun, "hugging_face.py", kind, *options.split())
     assert f"the loss of the Trainer is {rule}" in out
-    assert found["train_loss"] == pytest.approx(found["mean_loss"], rel=1e-6)
+    assert report["train_loss"] == pytest.approx(report["mean_loss"], rel=1e-6)
     assert ("multiplies the model's loss" in out) == (kind == "classifier")
 
 
@@ -140,10 +140,10 @@ def test_hugging_faces_trainer(mpirun, kind, rule, options, request):
 @pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize("loss_type", ["nll", pytest.param("dft", marks=thorough)])
 def test_supervised_fine_tuning_by_trl(mpirun, loss_type):
-    found, out = train(mpirun, "trl_sft.py", loss_type, difference=1e-7)
+    report, out = train(mpirun, "trl_sft.py", loss_type, difference=1e-7)
     assert "the loss of the Trainer is a sum over rows" in out
-    assert found["train_loss"] == pytest.approx(found["mean_loss"], rel=1e-5)
-    counted, tokens = found["tokens"]  # the comparison of the first batch counts none
+    assert report["train_loss"] == pytest.approx(report["mean_loss"], rel=1e-5)
+    counted, tokens = report["tokens"]  # the comparison of the first batch counts none
     assert counted == tokens
 
 
@@ -151,31 +151,31 @@ def test_supervised_fine_tuning_by_trl(mpirun, loss_type):
 @needs_trl
 @pytest.mark.usefixtures("preloaded")
 def test_preferences_by_trl(mpirun):
-    found, _ = train(mpirun, "trl_dpo.py", difference=1e-6)  # it computes in float32
-    assert found["train_loss"] == pytest.approx(found["mean_loss"], rel=1e-5)
+    report, _ = train(mpirun, "trl_dpo.py", difference=1e-6)  # it computes in float32
+    assert report["train_loss"] == pytest.approx(report["mean_loss"], rel=1e-5)
 
 
 @needs_trl
 @pytest.mark.usefixtures("preloaded")
 def test_rewards_by_trl_are_logged_over_the_rows_of_all_ranks(mpirun):
-    found, _ = train(mpirun, "trl_reward.py", difference=1e-6)
+    report, _ = train(mpirun, "trl_reward.py", difference=1e-6)
     begin = 0
-    for step, margin, accuracy in found["logged"]:
+    for step, margin, accuracy in report["logged"]:
         means = [
-            sum(found[name][begin:step]) / (step - begin) for name in ("margins", "accuracies")
+            sum(report[name][begin:step]) / (step - begin) for name in ("margins", "accuracies")
         ]
         assert (margin, accuracy) == pytest.approx(means, rel=1e-5)
         begin = step
-    assert begin == found["steps"]
+    assert begin == report["steps"]
 
 
 @needs_lightning
 def test_a_lightning_module(mpirun):
-    found, out = train(mpirun, "resumed.py", "lightning", "-1", "object")
-    assert found["evaluated"] == [8] + ([8] * 12 + [6]) * 2
+    report, out = train(mpirun, "resumed.py", "lightning", "-1", "object")
+    assert report["evaluated"] == [8] + ([8] * 12 + [6]) * 2
     assert "the loss is taken as the mean over rows" in out
-    total = sum(loss * rows for loss, rows in found["repeated"][13:])
-    assert found["loss"] == pytest.approx(total / ROWS, rel=1e-6)
+    total = sum(loss * rows for loss, rows in report["repeated"][13:])
+    assert report["loss"] == pytest.approx(total / ROWS, rel=1e-6)
 
 
 @needs_lightning
@@ -187,8 +187,8 @@ def test_lightning_on_hosts_with_unequal_numbers_of_ranks(hosts, tmp_path):
     with HostsJob(hosts, "mpirun", "-np", "3", *ranks, cwd=tmp_path, fresh=False) as job:
         ended = job.finish()
     reports = [json.loads(line) for line in ended.out.splitlines() if line.startswith('{"')]
-    assert [found["distinct_rows"] for found in reports] == [[ROWS]] * 3
-    assert max(found["difference"] for found in reports) < 1e-9
+    assert [report["distinct_rows"] for report in reports] == [[ROWS]] * 3
+    assert max(report["difference"] for report in reports) < 1e-9
     assert "prepared by [[0, 0, 0], [], [2, 2, 2]]" in ended.out  # by one rank of each host
     assert ended.out.count("leave out devices and num_nodes to train on all 3 ranks") == 1
 
@@ -247,11 +247,11 @@ def test_a_supervised_trainer_resumes_by_itself_when_a_rank_is_killed(
     supervised = f"kaitian-supervise mpirun -np {RANKS}".split()
     ended = run_alone(*supervised, *ranks, cwd=tmp_path, fresh=True)
     assert "kaitian-supervise: finished after 2 starts" in ended.err
-    found = found_in(ended)
-    assert found["steps"] == 2 * 13
-    assert found["rows"] == found["distinct_rows"] == [ROWS, ROWS]
-    assert found["splits"] > 2
-    assert found["difference"] < 1e-9
+    report = found_in(ended)
+    assert report["steps"] == 2 * 13
+    assert report["rows"] == report["distinct_rows"] == [ROWS, ROWS]
+    assert report["splits"] > 2
+    assert report["difference"] < 1e-9
     assert not list((tmp_path / "runs").iterdir())
 
 
@@ -260,11 +260,11 @@ def test_a_supervised_trainer_resumes_by_itself_when_a_rank_is_killed(
 def test_endless_parts_of_a_stream_by_lightning(mpirun):
     """With unlike numbers of workers, which read ahead unlike numbers of batches."""
     ended = run(mpirun, "streams.py", "lightning")
-    found = found_in(ended)
-    assert found["steps"] == 20
-    assert found["rows"] == [20 * 16]  # each batch is as large as the script's
-    assert found["splits"] >= 2
-    assert found["difference"] < 1e-9
+    report = found_in(ended)
+    assert report["steps"] == 20
+    assert report["rows"] == [20 * 16]  # each batch is as large as the script's
+    assert report["splits"] >= 2
+    assert report["difference"] < 1e-9
 
 
 @needs_accelerate

@@ -315,7 +315,9 @@ def train_alone(case: Case) -> Result:
     """Return what one process makes of a case."""
     model, data, result = make_model(case), make_data(case), Result()
     optimizers = make_optimizers(case, model)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
+    schedulers = [
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers
+    ]
     validation = make_data(replace(case, seed=case.seed + 1))[:]
     for number, indices in enumerate(order_of(case), 1):
         model.zero_grad()
@@ -420,7 +422,7 @@ def in_layout(
 
     def experts(count: int) -> tuple[list[int], list[int]]:
         owners = [rng.randrange(size) for _ in range(count)]
-        others = [[NO_MIRROR, *(rank for rank in range(size) if rank != own)] for own in owners]
+        others = [[NO_MIRROR, *(rank for rank in range(size) if rank != owner)] for owner in owners]
         return owners, [rng.choice(ranks) for ranks in others]
 
     return given_layout(
@@ -443,8 +445,8 @@ def random_stages(rng: random.Random, layers: int, size: int, batch: int) -> Pip
         sorted(r for r, p in zip(ranks, places, strict=True) if p == s) for s in range(count)
     ]
     stages = tuple(
-        Stage(begin, end, tuple(own), tuple(rng.choice([1.0, 2.0, 3.5]) for _ in own))
-        for begin, end, own in zip([0, *ends], ends, of_stage, strict=False)
+        Stage(begin, end, tuple(ranks), tuple(rng.choice([1.0, 2.0, 3.5]) for _ in ranks))
+        for begin, end, ranks in zip([0, *ends], ends, of_stage, strict=False)
     )
     return PipelinePlan(stages, rng.randint(1, batch), rng.choice([0, 0, 1, 3]), 0.0, (0,) * size)
 
@@ -468,7 +470,8 @@ def run_case(case: Case, world: Any, folder: Path, shows: bool = False) -> str:
         kinds = sorted(set(refusals))
         return f"refused: {kinds[0]}" if len(kinds) == 1 else f"WRONG: refused by some: {kinds}"
     losses = gather_values(world.comm, result.losses)
-    fault = "" if all(own == losses[0] for own in losses) else "losses of the ranks differ"
+    are_equal = all(rank_losses == losses[0] for rank_losses in losses)
+    fault = "" if are_equal else "losses of the ranks differ"
     if world.rank == 0:
         fault = fault or differences(result, train_alone(case), case.tolerance)
     fault = gather_values(world.comm, fault)[0]
@@ -478,13 +481,15 @@ def run_case(case: Case, world: Any, folder: Path, shows: bool = False) -> str:
 def differences(result: Result, expected: Result, tolerance: float) -> str:
     """Return what differs, of the first kind that does."""
     pairs = [*zip(result.losses, expected.losses, strict=True)]
-    pairs += [(found, expected.evaluated[step]) for step, found in result.evaluated.items()]
+    pairs += [
+        (evaluation, expected.evaluated[step]) for step, evaluation in result.evaluated.items()
+    ]
     for name, value in expected.weights.items():
         pairs.append((result.weights[name], value))
     names = [f"loss {n}" for n in range(1, len(result.losses) + 1)]
     names += [f"evaluation {step}" for step in result.evaluated] + [*expected.weights]
-    for name, (found, value) in zip(names, pairs, strict=True):
-        one, other = torch.as_tensor(found).double(), torch.as_tensor(value).double()
+    for name, (result_value, value) in zip(names, pairs, strict=True):
+        one, other = torch.as_tensor(result_value).double(), torch.as_tensor(value).double()
         if not torch.allclose(one, other, rtol=tolerance, atol=tolerance):
             return f"{name} differs by {float((one - other).abs().max()):.1e}"
     return ""
@@ -520,8 +525,8 @@ def main(make: Callable[[int], Case], description: str) -> None:
 
 def run_in_folder(case: Case, world: Any, shows: bool = False) -> str:
     """Run a case in a folder of its own that all ranks share. Collective."""
-    with tempfile.TemporaryDirectory() as own:
-        folder = Path(gather_values(world.comm, own)[0])
+    with tempfile.TemporaryDirectory() as rank_folder:
+        folder = Path(gather_values(world.comm, rank_folder)[0])
         verdict = run_case(case, world, folder / "run", shows)
         world.comm.Barrier()
     return verdict

@@ -200,9 +200,9 @@ def test_any_plan_gives_the_weights_of_one_process(adaptive, monkeypatch, case, 
     rows = data()
     sampler = DistributedSampler(rows, seed=3)
     loader = DataLoader(rows, batch_size=3, sampler=sampler)
-    own, alone = build(), build()
-    model = wrap(own)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (own, alone)]
+    module, alone = build(), build()
+    model = wrap(module)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (module, alone)]
     world_sum = size if "sum" in case else 1
     seen, steps = [], 0
     for epoch in range(2):
@@ -226,8 +226,8 @@ def test_any_plan_gives_the_weights_of_one_process(adaptive, monkeypatch, case, 
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-    assert getattr(own, "calls", steps) == steps
-    for a, b in zip(own.parameters(), alone.parameters(), strict=True):
+    assert getattr(module, "calls", steps) == steps
+    for a, b in zip(module.parameters(), alone.parameters(), strict=True):
         assert float((a - b).detach().abs().max()) < 1e-13
     assert [sorted(rows) for rows in seen] == [list(range(ROWS))] * 2
 
@@ -242,8 +242,8 @@ def test_a_new_loader_in_each_epoch_and_a_resume_after_any_batch(adaptive, skipp
         return nn.Sequential(*layers).double()
 
     rows = TensorDataset(*data()[: 3 * 9 + 2])
-    own, alone = nn.SyncBatchNorm.convert_sync_batchnorm(build()), build()
-    model = DistributedDataParallel(own)
+    module, alone = nn.SyncBatchNorm.convert_sync_batchnorm(build()), build()
+    model = DistributedDataParallel(module)
     for epoch in range(2):
         sampler = DistributedSampler(rows, seed=epoch)
         for number, (x, y, ids) in enumerate(DataLoader(rows, 3, sampler=sampler)):
@@ -255,7 +255,7 @@ def test_a_new_loader_in_each_epoch_and_a_resume_after_any_batch(adaptive, skipp
             for trained, (inputs, labels) in ((model, (x, y)), (alone, rows[whole][:2])):
                 trained.zero_grad()
                 cross_entropy(trained(inputs[:, 0]), labels[:, 0]).backward()
-            for a, b in zip(own.parameters(), alone.parameters(), strict=True):
+            for a, b in zip(module.parameters(), alone.parameters(), strict=True):
                 assert float((a.grad - b.grad).abs().max()) < 1e-13
 
 
@@ -307,8 +307,8 @@ def shard(sampler):
     from accelerate.data_loader import BatchSamplerShard
 
     batches = BatchSampler(sampler, 2, drop_last=False)
-    own = BatchSamplerShard(batches, dist.get_world_size(), dist.get_rank())
-    return DataLoader(sampler.data_source, batch_sampler=own)
+    batches_of_rank = BatchSamplerShard(batches, dist.get_world_size(), dist.get_rank())
+    return DataLoader(sampler.data_source, batch_sampler=batches_of_rank)
 
 
 class Stream(IterableDataset):
@@ -340,8 +340,8 @@ def bucketed(rows, *batches, **attributes):
     from accelerate.data_loader import BatchSamplerShard
 
     batch_sampler = Buckets(*batches, **attributes)
-    own = BatchSamplerShard(batch_sampler, dist.get_world_size(), dist.get_rank())
-    return DataLoader(rows, batch_sampler=own)
+    batches_of_rank = BatchSamplerShard(batch_sampler, dist.get_world_size(), dist.get_rank())
+    return DataLoader(rows, batch_sampler=batches_of_rank)
 
 
 def split_stream(rows):
@@ -412,12 +412,12 @@ def test_parts_of_a_stream_that_end_at_different_steps(adaptive, capsys, drop_la
     """Rank r has 4 + 2 r rows, of which it takes 2 in a step."""
     part = torch.arange(10.0 * adaptive.rank, 10.0 * adaptive.rank + 4 + 2 * adaptive.rank)
     loader = DataLoader(Stream(part.view(-1, 1)), 2, drop_last=drop_last)
-    own = nn.Linear(1, 1, bias=False)
-    model, steps = DistributedDataParallel(own), []
+    layer = nn.Linear(1, 1, bias=False)
+    model, steps = DistributedDataParallel(layer), []
     for x in loader:
-        own.zero_grad()
+        layer.zero_grad()
         model(x).mean().backward()
-        steps.append(own.weight.grad.item())
+        steps.append(layer.weight.grad.item())
     means = [(0 + 1 + 10 + 11 + 20 + 21) / 6, (2 + 3 + 12 + 13 + 22 + 23) / 6]
     means += [] if drop_last else [(14 + 15 + 24 + 25) / 4, (26 + 27) / 2]
     assert steps == pytest.approx(means)
@@ -446,12 +446,12 @@ def test_batches_of_a_scripts_own_batch_sampler(adaptive, capsys, monkeypatch, m
     monkeypatch.setattr(adaptive, "has_new_plan", new_plan)
     rows = torch.arange(18.0).view(-1, 1)
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8], [9], [10, 11], [12, 13, 14], [15], [16, 17]]
-    own, taken = nn.Linear(1, 1, bias=False), []
-    model = DistributedDataParallel(own)
+    layer, taken = nn.Linear(1, 1, bias=False), []
+    model = DistributedDataParallel(layer)
     for step, x in enumerate(bucketed(rows, *batches, rows_may_be_mixed=mixed)):
-        own.zero_grad()
+        layer.zero_grad()
         model(x).mean().backward()
-        assert own.weight.grad.item() == pytest.approx(6 * step + 2.5)
+        assert layer.weight.grad.item() == pytest.approx(6 * step + 2.5)
         taken.append(x.flatten().tolist())
     divided = [[6], [7, 8], [9, 10, 11]] if mixed else [[9], [10, 11], [6, 7, 8]]
     assert taken[:2] == [batches[adaptive.rank], divided[adaptive.rank]]
@@ -602,13 +602,15 @@ def test_the_rows_that_accelerate_gathers_may_be_unequal(adaptive, monkeypatch):
     )
     monkeypatch.setattr(operations, "PartialState", lambda: state)
     shard(SequentialSampler(range(12)))
-    own = torch.arange(4.0)[: adaptive.rank + 1] + 10 * adaptive.rank
-    gathered = operations._gpu_gather({"rows": own, "each": own[0], "alike": own[None, :1]})
+    rank_rows = torch.arange(4.0)[: adaptive.rank + 1] + 10 * adaptive.rank
+    gathered = operations._gpu_gather(
+        {"rows": rank_rows, "each": rank_rows[0], "alike": rank_rows[None, :1]}
+    )
     assert gathered["rows"].tolist() == [0, 10, 11, 20, 21, 22]
     assert gathered["each"].tolist() == [0, 10, 20]
     assert gathered["alike"].tolist() == [[0], [10], [20]]
     adaptive.close()
-    assert operations._gpu_gather(own[:1]).tolist() == [0, 10, 20]
+    assert operations._gpu_gather(rank_rows[:1]).tolist() == [0, 10, 20]
 
 
 def test_a_watched_model_can_be_copied(adaptive):
@@ -620,12 +622,12 @@ def test_a_watched_model_can_be_copied(adaptive):
 @pytest.mark.parametrize(
     ("loss", "rule"),
     [
-        (lambda each, labels: each.mean(), losses.MEAN),
-        (lambda each, labels: each.sum(), losses.SUM),
-        (lambda each, labels: each[labels >= 0].mean(), losses.TOKENS),
-        (lambda each, labels: each[:, 1:][labels[:, 1:] >= 0].mean(), losses.SHIFTED_TOKENS),
-        (lambda each, labels: each.sum().square(), losses.UNKNOWN),
-        (lambda each, labels: each[labels != 2].mean(), "the mean over labels but 2"),
+        (lambda values, labels: values.mean(), losses.MEAN),
+        (lambda values, labels: values.sum(), losses.SUM),
+        (lambda values, labels: values[labels >= 0].mean(), losses.TOKENS),
+        (lambda values, labels: values[:, 1:][labels[:, 1:] >= 0].mean(), losses.SHIFTED_TOKENS),
+        (lambda values, labels: values.sum().square(), losses.UNKNOWN),
+        (lambda values, labels: values[labels != 2].mean(), "the mean over labels but 2"),
     ],
 )
 @pytest.mark.parametrize("name", ["labels", "argument 2"])
@@ -678,22 +680,22 @@ def test_a_rule_stays_unknown_until_a_batch_tells_it(adaptive, capsys, by_label)
     labels[torch.rand(16, 5) < 0.5] = IGNORED
     labels[:, 0] = 1
     rows = TensorDataset(words, labels, torch.arange(16))
-    own = ByRow(by_label)
-    alone, model = copy.deepcopy(own), DistributedDataParallel(own)
+    module = ByRow(by_label)
+    alone, model = copy.deepcopy(module), DistributedDataParallel(module)
     loader = DataLoader(rows, 2, sampler=DistributedSampler(rows, shuffle=False))
     for epoch in range(2):
         for index, (x, y, ids) in enumerate(loader):
             if not epoch and index < 2:  # as if resumed at the last batch
                 continue
             y = x if not epoch else y
-            own.zero_grad()
+            module.zero_grad()
             alone.zero_grad()
             model(x=x, labels=y).backward()
             ids_by_rank = [None] * adaptive.size
             dist.all_gather_object(ids_by_rank, ids.tolist())
             whole = [row for part in dict.fromkeys(map(tuple, ids_by_rank)) for row in part]
             alone(words[whole], (labels if epoch else words)[whole]).backward()
-            assert torch.allclose(own.layer.weight.grad, alone.layer.weight.grad, atol=1e-13)
+            assert torch.allclose(module.layer.weight.grad, alone.layer.weight.grad, atol=1e-13)
     text = "the mean over labels" if by_label else "the mean over rows"
     said = capsys.readouterr().out
     if adaptive.rank == 0:

@@ -130,12 +130,12 @@ def train(world, is_open=False, until=None, leave_at=None, parts=None, **setting
     return script, means, steps
 
 
-def check_same(world, found, expected):
-    for own, other in zip(found.found(), expected.found(), strict=True):
-        assert torch.allclose(own, other, rtol=1e-12, atol=1e-14)
-    own = [tensor.tolist() for tensor in found.found()]
-    assert gather_values(world.comm, own) == [own] * world.size
-    assert found.scheduler.get_last_lr() == expected.scheduler.get_last_lr()
+def check_same(world, script, expected):
+    for tensor, other in zip(script.found(), expected.found(), strict=True):
+        assert torch.allclose(tensor, other, rtol=1e-12, atol=1e-14)
+    values = [tensor.tolist() for tensor in script.found()]
+    assert gather_values(world.comm, values) == [values] * world.size
+    assert script.scheduler.get_last_lr() == expected.scheduler.get_last_lr()
 
 
 @ALSO_ALONE

@@ -108,20 +108,22 @@ def test_a_mixture_on_which_no_loss_of_a_rank_depends(world, exchanged):
     """Rank 1's loss depends on the first and the third, and rank 0's on the second only."""
     layers = [mixture() for _ in range(3)]
     alone = copy.deepcopy(layers)
-    given = [torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(r))
-             for r in range(2)]  # fmt: skip
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    rank_tokens = [
+        torch.randn(5, WIDTH, dtype=torch.float64, generator=generator) for generator in generators
+    ]
     used = [[1], [0, 2]]
     for rank in range(2):
-        outputs = [layer(given[rank]) for layer in alone]
+        outputs = [layer(rank_tokens[rank]) for layer in alone]
         sum(outputs[n].square().sum() for n in used[rank]).backward()
     exchange = exchanged(*layers)
-    outputs = [layer(given[world.rank]) for layer in layers]
+    outputs = [layer(rank_tokens[world.rank]) for layer in layers]
     sum(outputs[n].square().sum() for n in used[world.rank]).backward()
     exchange.finish_backward()
     assert exchange.take_used() == [n in used[world.rank] for n in range(3)]
     for layer, other in zip(layers, alone, strict=True):
-        own, expected = layer.experts[world.rank], other.experts[world.rank]
-        for one, two in zip(own.parameters(), expected.parameters(), strict=True):
+        expert, expected = layer.experts[world.rank], other.experts[world.rank]
+        for one, two in zip(expert.parameters(), expected.parameters(), strict=True):
             assert (one.grad - (0 if two.grad is None else two.grad)).abs().max() < 1e-12
 
 
@@ -130,11 +132,11 @@ def test_a_loss_depends_on_what_backward_computes_again_or_is_refused(world, exc
     """Else the ranks whose losses do would wait for the others."""
     one, other = mixture(), mixture()
     alone = copy.deepcopy([one, other])
-    given = tokens()
-    expected = alone[1](alone[0](given) if used == "both" else given)
+    rows = tokens()
+    expected = alone[1](alone[0](rows) if used == "both" else rows)
     exchange = exchanged(one, other)
-    middle = checkpoint(one, given.clone().requires_grad_(), use_reentrant=False)
-    output = checkpoint(other, middle if used == "both" else given, use_reentrant=False)
+    middle = checkpoint(one, rows.clone().requires_grad_(), use_reentrant=False)
+    output = checkpoint(other, middle if used == "both" else rows, use_reentrant=False)
     assert (output - expected).abs().max() < 1e-12
     if used == "none":
         with pytest.raises(UserError, match=r"layer1 is inside an activation checkpoint"):
@@ -151,12 +153,12 @@ def test_a_loss_depends_on_what_backward_computes_again_or_is_refused(world, exc
 def test_a_compiled_model_exchanges_tokens(world, exchanged):
     one = mixture()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), one, nn.Tanh()).double()
-    given = tokens()
-    expected = model(given)
+    rows = tokens()
+    expected = model(rows)
     exchanged(one)
-    found = torch.compile(model, backend="eager")(given)
-    assert (found - expected).abs().max() < 1e-12
-    found.sum().backward()
+    outputs = torch.compile(model, backend="eager")(rows)
+    assert (outputs - expected).abs().max() < 1e-12
+    outputs.sum().backward()
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5])
@@ -190,7 +192,7 @@ def train(model, **settings):
 
 def test_a_forward_between_steps_is_of_every_ranks_tokens(world):
     """Also on a rank that has no sample of the step before."""
-    model, given = Net(mixture(), nn.Linear(WIDTH, WIDTH).double()), torch.ones(3, WIDTH).double()
+    model, rows = Net(mixture(), nn.Linear(WIDTH, WIDTH).double()), torch.ones(3, WIDTH).double()
     task = Task(
         model=model,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -202,10 +204,10 @@ def test_a_forward_between_steps_is_of_every_ranks_tokens(world):
         for step in training:
             shares = step.batch_sizes
             with torch.no_grad():
-                found = model.layers(given)
-            total = found.clone()
+                outputs = model.layers(rows)
+            total = outputs.clone()
             dist.all_reduce(total)
-            assert (total - world.size * found).abs().max() < 1e-12
+            assert (total - world.size * outputs).abs().max() < 1e-12
     assert 0 in shares
 
 

@@ -68,13 +68,13 @@ class AveragingEngine(Engine):
         return StepSum(is_finite=True, mean_loss=self.step.mean_loss())
 
     def apply(self, is_finite):
-        state, own = self.state, self.step.rank_samples / self.step.samples
-        if not own:  # what it has computed is of no sample
+        state, share = self.state, self.step.rank_samples / self.step.samples
+        if not share:  # what it has computed is of no sample
             state.zero_gradients()
         apply_step(self._task, state, is_finite, self.step.samples)
         with torch.no_grad():
             for parameter in state.model.parameters():
-                parameter.mul_(own)
+                parameter.mul_(share)
                 dist.all_reduce(parameter)
 
 
@@ -150,8 +150,8 @@ def make_plan(world, layers, micro_batch=5):
     ranks = [(0,), (1, 2)] if world.size == 3 else [(rank,) for rank in range(world.size)]
     ends = [layers // 2, layers][-count:]
     stages = tuple(
-        Stage(begin, end, own, tuple(1.0 + rank for rank in own))
-        for begin, end, own in zip([0, *ends], ends, ranks, strict=False)
+        Stage(begin, end, stage_ranks, tuple(1.0 + rank for rank in stage_ranks))
+        for begin, end, stage_ranks in zip([0, *ends], ends, ranks, strict=False)
     )
     return PipelinePlan(stages, micro_batch, bytes_by_rank=(0,) * world.size)
 
@@ -182,10 +182,10 @@ def train(world, layout, task, folder, until=STEPS, **settings):
         bucket_caps=(1 << 10, 1 << 12),
     )
     where = {"run_dir": str(folder / "run"), "resume": "auto", "quiet": True}
-    given = {**QUIET, "epochs": EPOCHS, "micro_batch_size": 9, "benchmark_seconds": 0.05}
-    given |= where | settings_of(layout) | settings
+    options = {**QUIET, "epochs": EPOCHS, "micro_batch_size": 9, "benchmark_seconds": 0.05}
+    options |= where | settings_of(layout) | settings
     steps = []
-    with planned, redirect_stdout(StringIO()), Training(task, **given) as training:
+    with planned, redirect_stdout(StringIO()), Training(task, **options) as training:
         for step in steps_of(training, is_open=task.loss is None):
             steps.append(step)
             if size == 3 and layout != "pipeline":
@@ -209,9 +209,9 @@ def compare_with_one_process(world, task, steps, folder, epochs=EPOCHS):
         assert [step.loss for step in steps] == pytest.approx(losses, rel=1e-10)
         saved = torch.load(newest_checkpoint(folder), weights_only=True)
         compare(dict(saved["model"]), dict(model.state_dict()), TOLERANCE)
-        for own, optimizer in zip(saved["optimizers"], optimizers, strict=True):
-            compare(own["state"], optimizer.state_dict()["state"], TOLERANCE)
-            compare(own["param_groups"], optimizer.state_dict()["param_groups"])
+        for saved_optimizer, optimizer in zip(saved["optimizers"], optimizers, strict=True):
+            compare(saved_optimizer["state"], optimizer.state_dict()["state"], TOLERANCE)
+            compare(saved_optimizer["param_groups"], optimizer.state_dict()["param_groups"])
     return model
 
 
@@ -261,10 +261,10 @@ def test_a_layout_continues_on_other_numbers_of_ranks(world, shared_path, layout
     """Ten times, from a checkpoint of fewer or more; the other ranks are on standby."""
     parts = partial(parts_of, layout)
     initial, steps, ranks = make_task(**parts()), [], [4, 1, 3, 2, 4, 3, 1, 2, 3, 4, 2]
-    given = QUIET | {"layout": layout, "epochs": 4, "run_dir": str(shared_path / "run")}
+    options = QUIET | {"layout": layout, "epochs": 4, "run_dir": str(shared_path / "run")}
     for stop, count in enumerate(ranks, 1):
-        given |= {"spares": world.size - count, "resume": "auto", "quiet": True}
-        with Training(make_task(**parts()), **given) as training:
+        options |= {"spares": world.size - count, "resume": "auto", "quiet": True}
+        with Training(make_task(**parts()), **options) as training:
             for step in training:
                 assert training._session.loop.world.size == count
                 steps.append(step)
@@ -284,8 +284,8 @@ def test_a_layout_continues_from_a_checkpoint_of_another(world, shared_path, nam
     expected = compare_with_one_process(world, initial, steps, shared_path)
     if world.rank == 0:
         loss = compute_loss(expected, Points(50)[[*range(50)]]).detach()
-        found = summary_of(shared_path)["validation"]
-        assert found == pytest.approx({"loss": float(loss)})
+        validation = summary_of(shared_path)["validation"]
+        assert validation == pytest.approx({"loss": float(loss)})
 
 
 @pytest.mark.sizes(3)
@@ -307,7 +307,9 @@ def test_steps_in_fp16_are_near_those_in_fp32(world, shared_path, layout):
     assert taken == [taken[0]] * world.size
     assert 0 < sum(taken[0]) < STEPS
     order = order_of(SAMPLES, BATCH, EPOCHS)
-    batches = [task.data[own] for own, is_taken in zip(order, taken[0], strict=True) if is_taken]
+    batches = [
+        task.data[indices] for indices, is_taken in zip(order, taken[0], strict=True) if is_taken
+    ]
     expected, *_ = alone(world, initial, batches)
     if world.rank == 0:
         for name, weights in weights_in(shared_path).items():

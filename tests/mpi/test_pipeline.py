@@ -66,8 +66,8 @@ def plan_of(world, task, micro_batch, replicas=1):
     begins = [0, *ends]
     ranks = [(rank,) for rank in range(alone_in_stage)] + [tuple(range(alone_in_stage, size))]
     stages = tuple(
-        Stage(begin, end, own, tuple(1.0 + rank for rank in own))
-        for begin, end, own in zip(begins, [*ends, layers], ranks, strict=True)
+        Stage(begin, end, stage_ranks, tuple(1.0 + rank for rank in stage_ranks))
+        for begin, end, stage_ranks in zip(begins, [*ends, layers], ranks, strict=True)
     )
     return PipelinePlan(stages, micro_batch, bytes_by_rank=(0,) * size)
 
@@ -124,10 +124,10 @@ def compare_with_one_process(run, initial, taken, tmp_path):
     if run.world.rank == 0:
         for name, value in expected.state_dict().items():
             torch.testing.assert_close(shared["model"][name], value, rtol=1e-10, atol=1e-10)
-        own = shared["optimizers"][0]["state"]
+        saved_state = shared["optimizers"][0]["state"]
         for number, state in optimizers[0].state_dict()["state"].items():
             for name, value in state.items():
-                torch.testing.assert_close(own[number][name], value, rtol=1e-10, atol=1e-10)
+                torch.testing.assert_close(saved_state[number][name], value, rtol=1e-10, atol=1e-10)
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_training(world, tmp_path, monkeypatch):
@@ -396,11 +396,11 @@ def test_micro_batches_share_the_copies_that_autocast_makes_of_weights(world, co
     with CastMode(list(task.model.parameters())) as mode:
         runner.train(count, batches, dict.fromkeys(batches, 0.25), range(count))
     assert mode.count == 6 if not computes_again else mode.count > 6 * count
-    found = [parameter.grad.clone() for parameter in task.model.parameters()]
+    gradients = [parameter.grad.clone() for parameter in task.model.parameters()]
     task.model.zero_grad()
     for batch in batches.values():
         (computation.loss(task, task.model, batch) * 0.25).backward()
-    for gradient, parameter in zip(found, task.model.parameters(), strict=True):
+    for gradient, parameter in zip(gradients, task.model.parameters(), strict=True):
         assert torch.equal(gradient, parameter.grad)
 
 

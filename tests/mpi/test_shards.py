@@ -115,8 +115,8 @@ def check_against_one_process(task, run, initial, taken):
     data = run.setup.train
     task_alone = Task(**{**vars(task), "model": initial})
     expected, *_ = alone(run.world, task_alone, [data[indices] for indices in taken])
-    for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    for parameter, other in zip(task.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture
@@ -144,12 +144,12 @@ def test_whatever_uses_new_values_waits_for_them(world, make_run, monkeypatch):
     """Whether in the model, outside of it, or between two steps."""
     gather, known = torch.distributed.all_gather, {}
 
-    def late_gather(pieces, own, group, async_op):
-        return LateWork(lambda: gather(pieces, own, group))
+    def late_gather(pieces, tensor, group, async_op):
+        return LateWork(lambda: gather(pieces, tensor, group))
 
     def loss(model, batch):
-        own = known.setdefault(model, [p for p in model.parameters() if p.requires_grad])
-        return sum(p.square().sum() for p in own) / 99 + LOSS(model(batch[0]), batch[1])
+        trainable = known.setdefault(model, [p for p in model.parameters() if p.requires_grad])
+        return sum(p.square().sum() for p in trainable) / 99 + LOSS(model(batch[0]), batch[1])
 
     task, run = make_run("adamw", loss=loss)
     initial, taken = copy.deepcopy(task.model), []
@@ -171,16 +171,16 @@ def test_whatever_uses_new_values_waits_for_them(world, make_run, monkeypatch):
     data = run.setup.train
     task_alone = Task(**{**vars(task), "model": initial})
     expected, *_ = alone(run.world, task_alone, [data[indices] for indices in taken])
-    for own, other in zip(task.model.parameters(), expected.parameters(), strict=True):
-        assert type(own) is nn.Parameter
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    for parameter, other in zip(task.model.parameters(), expected.parameters(), strict=True):
+        assert type(parameter) is nn.Parameter
+        torch.testing.assert_close(parameter, other, rtol=1e-12, atol=1e-12)
 
 
 def test_views_of_parameters_that_a_script_keeps_have_the_new_values(world, make_run, monkeypatch):
     gather = torch.distributed.all_gather
 
-    def late_gather(pieces, own, group, async_op):
-        return LateWork(lambda: gather(pieces, own, group))
+    def late_gather(pieces, tensor, group, async_op):
+        return LateWork(lambda: gather(pieces, tensor, group))
 
     task, run = make_run("adamw")
     monkeypatch.setattr("kaitian_mpi.distributed.owners_values.is_compiling", lambda: False)
@@ -243,7 +243,7 @@ def test_each_rank_has_its_share_of_gradients_and_state(world, make_run):
     run.close()
     for every in zip(*gathered, strict=True):
         shares = [share / sum(memory) for share in memory]
-        owned = [own / sum(every) for own in every]
+        owned = [owned_bytes / sum(every) for owned_bytes in every]
         assert owned == pytest.approx(shares, rel=0.05)
 
 

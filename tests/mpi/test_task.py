@@ -213,8 +213,8 @@ def steps_of(training, loss=None, is_split=False):
     for batch in training.micro_batches() if is_split else training.batches():
         for part in batch if is_split else [batch]:
             with training.autocast():
-                own = loss(training.model, part)
-            training.backward(own)
+                part_loss = loss(training.model, part)
+            training.backward(part_loss)
         assert training.step()
         yield training.last_step
 
@@ -234,8 +234,8 @@ def train(world, task, is_open=False, until=None, after=lambda training, step: N
     return steps
 
 
-def relative(found, expected):
-    return float((found - expected).norm() / expected.norm())
+def relative(result, expected):
+    return float((result - expected).norm() / expected.norm())
 
 
 def check_exact(world, task, is_open=False, **settings):
@@ -287,7 +287,8 @@ def marks_of(number, name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=marks_of(n, each)) for n, each in enumerate(TASKS)]
+    "name",
+    [pytest.param(task_form, marks=marks_of(n, task_form)) for n, task_form in enumerate(TASKS)],
 )
 def test_a_training_equals_that_of_one_process(world, name):
     make, settings = TASKS[name]
@@ -693,8 +694,8 @@ def test_ranks_wait_for_one_in_the_scripts_own_code(world, monkeypatch, capfd, i
             while not began_again:  # by an answer of a rank that waits
                 assert time.monotonic() < give_up
                 time.sleep(0.05)
-            own = current_watchdog().phase
-            assert (str(own), own.allowed_sec) == (f"the script's own code of step {last}", 160)
+            phase = current_watchdog().phase
+            assert (str(phase), phase.allowed_sec) == (f"the script's own code of step {last}", 160)
 
     monkeypatch.setattr(Watchdog, "renew", record)
     assert len(train(world, language(), is_open, after=stay, step_timeout=8)) == 7 * EPOCHS

@@ -99,11 +99,12 @@ def test_reports_arrive_on_all_ranks_a_step_later(world):
     assert exchange.swap(report(world.rank, 1)) is None
     for step in (2, 3, 4):
         expected = zip(*(report(rank, step - 1) for rank in range(world.size)), strict=True)
-        found = exchange.swap(report(world.rank, step))
-        times = found.times.steps, found.times.samples, found.times.work_sec, found.times.wait_sec
-        for values, own in zip((*times, *found[1:]), expected, strict=True):
-            assert values.tolist() == list(own)
-            assert type(values.tolist()[0]) is type(own[0])
+        reports = exchange.swap(report(world.rank, step))
+        times = reports.times
+        columns = times.steps, times.samples, times.work_sec, times.wait_sec, *reports[1:]
+        for values, expected_values in zip(columns, expected, strict=True):
+            assert values.tolist() == list(expected_values)
+            assert type(values.tolist()[0]) is type(expected_values[0])
     exchange.close()
 
 
@@ -148,10 +149,10 @@ def test_pooled_statistics_equal_those_of_all_samples(world):
     norm = nn.BatchNorm1d(5, momentum=1.0).double()
     model = nn.Sequential(norm)
     model.register_buffer("counter", torch.tensor(world.rank + 7))
-    own = whole.split(counts)[world.rank]
-    norm(own)
+    rank_rows = whole.split(counts)[world.rank]
+    norm(rank_rows)
     # torch's running variance is unbiased; pooling applies to the biased one.
-    norm.running_var.mul_((len(own) - 1) / len(own))
+    norm.running_var.mul_((len(rank_rows) - 1) / len(rank_rows))
     RunningStatistics(model).pool(counts[world.rank] / sum(counts))
     assert torch.allclose(norm.running_mean, whole.mean(0), rtol=1e-12)
     assert torch.allclose(norm.running_var, whole.var(0, unbiased=False), rtol=1e-12)
@@ -192,8 +193,8 @@ def running_mean(world, shares, micro_batch_size=None, plans=None):
 def test_running_statistics_do_not_depend_on_plans_or_micro_batches(world):
     expected = running_mean(world, [BATCH] + [0] * (world.size - 1))
     plans = {2: loops.reverse(world), 9: loops.uneven(world), 11: loops.reverse(world)}
-    found = running_mean(world, loops.uneven(world), 5, plans)
-    assert (found - expected).abs().max() < 1e-12
+    means = running_mean(world, loops.uneven(world), 5, plans)
+    assert (means - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 5])

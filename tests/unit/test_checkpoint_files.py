@@ -29,19 +29,19 @@ from kaitian_mpi.train.state_transfer import copy_state
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def assert_same(found, needed):
+def assert_same(loaded, needed):
     if isinstance(needed, torch.Tensor):
-        assert found.dtype == needed.dtype
-        assert torch.equal(found, needed)
+        assert loaded.dtype == needed.dtype
+        assert torch.equal(loaded, needed)
         return
-    assert type(found) is type(needed)
+    assert type(loaded) is type(needed)
     if isinstance(needed, dict):
-        found, needed = list(found.items()), list(needed.items())
+        loaded, needed = list(loaded.items()), list(needed.items())
     if isinstance(needed, list | tuple):
-        for pair in zip(found, needed, strict=True):
+        for pair in zip(loaded, needed, strict=True):
             assert_same(*pair)
     else:
-        assert found == needed
+        assert loaded == needed
 
 
 DAMAGED = "checkpoint step-00000120.pt is damaged and ignored: "
@@ -85,19 +85,19 @@ def test_write_and_load_round_trip(tmp_path):
         "random": torch.get_rng_state(),
         "nested": [{"lr": 0.1, "name": "warm up", "none": None}, (1, True), torch.tensor(3)],
     }
-    given = {"step": 120, "epoch": 3, "score": 0.5, "seen": {"1": [2]}}
-    path = files.write(state, given)
+    saved_description = {"step": 120, "epoch": 3, "score": 0.5, "seen": {"1": [2]}}
+    path = files.write(state, saved_description)
     assert path == tmp_path / "new" / "folder" / "step-00000120.pt"
     (path.parent / "notes.txt").write_text("step-00000130.pt")
-    found = files.newest_good()
-    assert (found.path, found.step) == (path, 120)
+    checkpoint = files.newest_good()
+    assert (checkpoint.path, checkpoint.step) == (path, 120)
     assert files.newest_good(after=119).step == 120
     assert files.newest_good(after=120) is None
-    assert_same(found.state, state)
+    assert_same(checkpoint.state, state)
     assert_same(torch.load(path), state)  # by plain torch, as users do
-    assert found.description == json.loads(path.with_suffix(".json").read_text())
-    assert found.description | {"written_at": 0, "check": 0} == {
-        **given,
+    assert checkpoint.description == json.loads(path.with_suffix(".json").read_text())
+    assert checkpoint.description | {"written_at": 0, "check": 0} == {
+        **saved_description,
         **{"format_version": FORMAT_VERSION, "written_at": 0, "check": 0},
         "bytes": path.stat().st_size,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
@@ -135,7 +135,7 @@ def test_a_truncated_or_changed_checkpoint_is_skipped(two, ignored):
 def test_a_flipped_bit_anywhere_in_the_description_is_found_or_harmless(two, caplog):
     path = two.folder / "step-00000120.json"
     whole = path.read_bytes()
-    found = 0
+    detected = 0
     for place in range(len(whole)):
         path.write_bytes(flipped(whole, place))
         try:
@@ -143,9 +143,9 @@ def test_a_flipped_bit_anywhere_in_the_description_is_found_or_harmless(two, cap
         except UserError as error:
             assert "format version" in str(error)  # noqa: PT017
             continue
-        found += checkpoint.step == 100
+        detected += checkpoint.step == 100
         assert checkpoint.step == 100 or checkpoint.description == json.loads(whole)
-    assert found > 0.9 * len(whole)
+    assert detected > 0.9 * len(whole)
 
 
 @pytest.mark.parametrize(
@@ -356,14 +356,14 @@ def test_dying_at_any_system_call_leaves_the_old_or_the_new_checkpoint(
             with contextlib.suppress(OSError):
                 files.write(small(7), {"step": step, "value": 7})
             calls = count[0]
-        found = files.newest_good()
-        assert found.description["value"] in (120, 7)
-        assert_same(found.state, small(found.description["value"]))
+        checkpoint = files.newest_good()
+        assert checkpoint.description["value"] in (120, 7)
+        assert_same(checkpoint.state, small(checkpoint.description["value"]))
         files.write(small(9), {"step": 160})
         assert (len(files.steps()), len(names(files.folder))) == (keep, 2 * keep)
         number += 1
     assert number > 10
-    assert found.description["value"] == 7  # the last attempt survived
+    assert checkpoint.description["value"] == 7  # the last attempt survived
 
 
 EXITS = """

@@ -41,8 +41,8 @@ TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 def make_model(kind, dtype=torch.float32, **settings):
-    model_type, own = KINDS[kind]
-    config = transformers.AutoConfig.for_model(model_type, **SIZES | own | settings)
+    model_type, type_settings = KINDS[kind]
+    config = transformers.AutoConfig.for_model(model_type, **SIZES | type_settings | settings)
     torch.manual_seed(3)
     grouped = {} if dtype == torch.float32 else {"experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(config, **grouped)
@@ -58,25 +58,25 @@ def make_ids():
 
 def by_stacked_name(gradients):
     """Return gradients of a converted model by the names of transformers."""
-    found, experts = {}, {}
+    stacked, experts = {}, {}
     for name, gradient in gradients.items():
         block, is_expert, rest = name.partition(".experts.")
         if is_expert:
             number, matrix, _ = rest.split(".")
             experts.setdefault(block, {}).setdefault(int(number), {})[matrix] = gradient
         else:
-            found[name] = gradient
+            stacked[name] = gradient
     for block, members in experts.items():
         matrices = [members[number] for number in range(len(members))]
         names = (
             [("w1", "w3"), "w2"] if "w1" in matrices[0] else [("gate_proj", "up_proj"), "down_proj"]
         )
         first, last = names
-        found[f"{block}.experts.gate_up_proj"] = torch.stack(
-            [torch.cat([each[name] for name in first]) for each in matrices]
+        stacked[f"{block}.experts.gate_up_proj"] = torch.stack(
+            [torch.cat([by_name[name] for name in first]) for by_name in matrices]
         )
-        found[f"{block}.experts.down_proj"] = torch.stack([each[last] for each in matrices])
-    return found
+        stacked[f"{block}.experts.down_proj"] = torch.stack([by_name[last] for by_name in matrices])
+    return stacked
 
 
 def compute(model, **options):
@@ -101,18 +101,18 @@ def test_outputs_and_gradients_stay(kind, dtype):
         model.train()
         expected, of_stacked = compute(model, **options)
         converted = convert_experts(copy.deepcopy(model))
-        found, of_experts = compute(converted, **options)
-        torch.testing.assert_close(found.loss, expected.loss, **close)
-        torch.testing.assert_close(found.logits, expected.logits, **close)
+        outputs, of_experts = compute(converted, **options)
+        torch.testing.assert_close(outputs.loss, expected.loss, **close)
+        torch.testing.assert_close(outputs.logits, expected.logits, **close)
         named = by_stacked_name(of_experts)
         assert named.keys() == of_stacked.keys()
         for name, gradient in of_stacked.items():
             torch.testing.assert_close(named[name], gradient, **close, msg=name)
         if options:
-            torch.testing.assert_close(found.aux_loss, expected.aux_loss, **close)
-            pairs = zip(found.router_logits, expected.router_logits, strict=True)
-            for own, other in pairs:
-                torch.testing.assert_close(own, other, **close)
+            torch.testing.assert_close(outputs.aux_loss, expected.aux_loss, **close)
+            pairs = zip(outputs.router_logits, expected.router_logits, strict=True)
+            for logits, expected_logits in pairs:
+                torch.testing.assert_close(logits, expected_logits, **close)
     with torch.no_grad():
         one, other = model.eval()(make_ids()), converted.eval()(make_ids())
     torch.testing.assert_close(other.logits, one.logits, **close)
@@ -136,17 +136,17 @@ def test_reverted_it_is_the_model_of_transformers(kind, tmp_path):
     assert not model.model.layers[0].mlp.experts[1].up.weight.requires_grad
     assert revert_experts(model) is model
     assert not any(isinstance(module, Experts) for module in model.modules())
-    for (name, own), (other_name, other) in zip(
+    for (name, parameter), (other_name, other) in zip(
         model.named_parameters(), expected.named_parameters(), strict=True
     ):
         assert name == other_name
-        assert torch.equal(own, other)
-        assert own.requires_grad == other.requires_grad
+        assert torch.equal(parameter, other)
+        assert parameter.requires_grad == other.requires_grad
     assert repr(model) == repr(expected)
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    for own, other in zip(loaded.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(own, other)
+    for parameter, other in zip(loaded.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_qwens_models_may_be_saved_as_they_are(kind, tmp_path):
     expected = copy.deepcopy(model)
     convert_experts(model).save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    for own, other in zip(loaded.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(own, other)
+    for parameter, other in zip(loaded.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 def test_no_more_than_one_block_is_in_memory_twice(monkeypatch):
@@ -182,7 +182,7 @@ def test_no_more_than_one_block_is_in_memory_twice(monkeypatch):
     alive = []
 
     def count(self, block):
-        alive.append(sum(each() is not None for each in stacked))
+        alive.append(sum(reference() is not None for reference in stacked))
         made(self, block)
 
     monkeypatch.setattr(SparseBlock, "__init__", count)
@@ -196,7 +196,7 @@ def test_no_more_than_one_block_is_in_memory_twice(monkeypatch):
     reverted, alive[:] = SparseBlock.reverted, []
 
     def count_reverted(self):
-        alive.append(sum(each() is not None for each in experts))
+        alive.append(sum(reference() is not None for reference in experts))
         return reverted(self)
 
     monkeypatch.setattr(SparseBlock, "reverted", count_reverted)

@@ -134,19 +134,19 @@ def use_everything(kind):
     """Use each method of a plug-in's kind; return the plug-in's records."""
     if is_acme := kind == "acme":  # whose class does not import it
         importlib.import_module("torch_acme")
-    known = known_kinds()
-    device, plugin = known.devices[kind], sys.modules[PLUGINS.get(kind, "torch_acme")]
+    kinds = known_kinds()
+    device, plugin = kinds.devices[kind], sys.modules[PLUGINS.get(kind, "torch_acme")]
     device.select(1)
     device.synchronize(1)
     earlier, later = device.mark(), device.mark()
     later.wait()
     assert (later.is_reached(), later.seconds_since(earlier)) == (True, 1.5)
-    assert (device.kind, known.counts[kind], str(device.torch_device(1))) == (kind, 2, f"{kind}:1")
+    assert (device.kind, kinds.counts[kind], str(device.torch_device(1))) == (kind, 2, f"{kind}:1")
     assert registry.device_of(torch.device(kind, 0)).kind == kind
     assert device.name(1) == "Stand-in 9000"
     assert device.memory_bytes(1) == 1 << 33
     assert device.memory_limit_bytes(1, 2) == (1 << 20) + (1 << 31)
-    assert known.accelerators()[kind] == (("#0", "#1") if is_acme else ("#4", "#6"))
+    assert kinds.accelerators()[kind] == (("#0", "#1") if is_acme else ("#4", "#6"))
     assert device.random_state(1).tolist() == [0, 1, 2, 3]
     assert all(hasattr(device.streams(), name) for name in ("Stream", "Event", "stream"))
     group = device.create_vendor_group(dist.HashStore(), 1, 2, timedelta(seconds=7))
@@ -220,9 +220,9 @@ module.device_count = fail
 )
 def test_a_plug_in_that_cannot_be_used_is_named(text, count, extra, reason, tmp_path, monkeypatch):
     def faults():
-        known = known_kinds()
+        kinds = known_kinds()
         assert "torch_npu" not in sys.modules or text is None
-        return [*known.devices], dict(known.faults)
+        return [*kinds.devices], dict(kinds.faults)
 
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
     write_plugin(tmp_path, "npu", count=count, extra=extra)
@@ -242,14 +242,14 @@ def test_a_plug_in_that_cannot_be_used_is_named(text, count, extra, reason, tmp_
 def test_what_torch_lacks_here_says_what_to_install(monkeypatch):
     known_kinds.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", None)
-    known = known_kinds()
+    kinds = known_kinds()
     known_kinds.cache_clear()
     needed = {kind: f"the package {plugin} in a release that" for kind, plugin in PLUGINS.items()}
     for kind, text in (needed | {"cuda": "a build of torch for them; install it"}).items():
-        assert kind not in known.devices
+        assert kind not in kinds.devices
         assert PLUGINS.get(kind) not in sys.modules
         with pytest.raises(UserError, match=f"--devices {kind}:0: {kind} devices need {text}"):
-            choose_device(f"{kind}:0", known.counts, 0, 1, "h", known.unusable)
+            choose_device(f"{kind}:0", kinds.counts, 0, 1, "h", kinds.unusable)
 
 
 def test_a_plug_in_neither_prints_to_stdout_nor_moves_new_tensors(tmp_path, capfd):
@@ -269,11 +269,11 @@ def test_a_plug_in_neither_prints_to_stdout_nor_moves_new_tensors(tmp_path, capf
 def test_processes_started_later_can_import_torch(tmp_path, monkeypatch):
     """A plug-in leaves torch's variable as it was; one that fails must not break `import torch`."""
     write_plugin(tmp_path, "npu", extra=f"import os\nos.environ[{AUTOLOAD!r}] = '0'")
-    for given in (None, "0", "1"):
+    for autoload in (None, "0", "1"):
         monkeypatch.delenv(AUTOLOAD, raising=False)
-        if given is not None:
-            monkeypatch.setenv(AUTOLOAD, given)
-        assert forked(lambda: known_kinds() and os.environ.get(AUTOLOAD), tmp_path) == given
+        if autoload is not None:
+            monkeypatch.setenv(AUTOLOAD, autoload)
+        assert forked(lambda: known_kinds() and os.environ.get(AUTOLOAD), tmp_path) == autoload
     monkeypatch.delenv(AUTOLOAD)
     (tmp_path / "torch_npu.py").write_text("raise OSError('no driver')")
     assert forked(lambda: known_kinds() and os.environ.get(AUTOLOAD), tmp_path) == "0"
@@ -320,11 +320,11 @@ def test_the_build_of_torch_says_whose_devices_are_called_cuda(monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", "13.0" if build == "cuda" else None)
         monkeypatch.setattr(torch.version, "hip", "6.4" if build == "rocm" else None)
         known_kinds.cache_clear()
-        known = known_kinds()
+        kinds = known_kinds()
         known_kinds.cache_clear()
-        assert (known.counts[build], other in known.unusable) == (3, True)
-        assert known.devices[build].torch_device(2) == torch.device("cuda", 2)
-        assert known.devices[build].library == library
+        assert (kinds.counts[build], other in kinds.unusable) == (3, True)
+        assert kinds.devices[build].torch_device(2) == torch.device("cuda", 2)
+        assert kinds.devices[build].library == library
 
 
 def test_a_build_without_devices_is_named(devices, monkeypatch):
@@ -375,16 +375,16 @@ def test_groups_of_torchs_own_backends_are_made_as_torch_makes_them(devices, mon
         def __init__(self, *arguments):
             self.made_of = arguments
 
-    given = "the store", 1, 4, timedelta(seconds=9)
+    arguments = "the store", 1, 4, timedelta(seconds=9)
     for kind, name in (("xpu", "XCCL"), ("cuda", "NCCL"), ("rocm", "NCCL")):
         place = dist.distributed_c10d, f"ProcessGroup{name}"
         with monkeypatch.context() as context:
             context.setattr(*place, Group, raising=False)
-            group = devices[kind].create_vendor_group(*given)
-            assert group.made_of == (*given[:3], SimpleNamespace(_timeout=given[3]))
+            group = devices[kind].create_vendor_group(*arguments)
+            assert group.made_of == (*arguments[:3], SimpleNamespace(_timeout=arguments[3]))
             context.delattr(*place)
             with pytest.raises(KindError, match=f"^this build of torch has no.*'{name.lower()}'"):
-                devices[kind].create_vendor_group(*given)
+                devices[kind].create_vendor_group(*arguments)
 
 
 def test_a_plug_in_without_a_collective_library_is_named(tmp_path):
@@ -404,7 +404,7 @@ def test_mps_uses_what_torch_has_for_it(devices, monkeypatch):
     mps, calls = devices["mps"], []
 
     def record(name, value=None):
-        return lambda *given, **options: (calls.append([name, *given, *options]), value)[1]
+        return lambda *arguments, **options: (calls.append([name, *arguments, *options]), value)[1]
 
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     values = {"recommended_max_memory": 10_000, "driver_allocated_memory": 4_000}
@@ -507,10 +507,10 @@ def test_a_lost_rank_is_left_to_the_job_and_not_to_torch(monkeypatch):
     }.items():
         assert kind().leave_losses_to_caller() == []
         assert {environ[name] for name in names} == {"0"}
-    given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "No"}
-    environ |= given
+    set_by_user = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "No"}
+    environ |= set_by_user
     assert CudaDevice().leave_losses_to_caller() == []
-    assert given.items() <= environ.items()
+    assert set_by_user.items() <= environ.items()
     # Else the watchdog sleeps for a minute after an error, and the group's destructor with it.
     assert environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
     environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"

@@ -67,18 +67,18 @@ def install(tmp_path, monkeypatch):
 
 
 def test_a_package_adds_kinds_and_the_one_with_devices_is_that_of_the_torch_type(install):
-    known = install(
+    kinds = install(
         idle="plug_in:Idle", good="plug_in:Good", cpu="plug_in:Good", npu="plug_in:Good"
     )
-    assert {*known.devices} == {*ACCELERATORS, "good", "idle", "cpu"}
+    assert {*kinds.devices} == {*ACCELERATORS, "good", "idle", "cpu"}
     for kind in ("cpu", "npu"):
-        assert "there is another kind, or a built-in one, of this name" in known.faults.pop(kind)
-    assert known.faults == {}
+        assert "there is another kind, or a built-in one, of this name" in kinds.faults.pop(kind)
+    assert kinds.faults == {}
     # --devices auto prefers it to the CPU, as any accelerator.
     for devices, counts in (("good:1", {}), ("auto", {"cuda": 0})):
-        assert choose_device(devices, {**known.counts, **counts}, 0, 1, "h").kind == "good"
+        assert choose_device(devices, {**kinds.counts, **counts}, 0, 1, "h").kind == "good"
     for torch_type, kind in (("meta", "good"), ("cpu", "cpu")):
-        assert device_of(torch.device(torch_type)) is known.devices[kind]
+        assert device_of(torch.device(torch_type)) is kinds.devices[kind]
     device = device_of(torch.device("mtia"))  # of no kind
     assert device.kind == device.torch_type == "mtia"
     assert device.vendor_backend is None
@@ -99,11 +99,11 @@ def test_a_package_adds_kinds_and_the_one_with_devices_is_that_of_the_torch_type
     ],
 )
 def test_a_faulty_kind_is_one_line_for_those_who_ask_for_it(install, kind, value, reason):
-    known = install(**{kind: value})
-    assert list(known.devices) == [*ACCELERATORS, "cpu"]
-    assert choose_device("auto", {**known.counts, "cuda": 0}, 0, 1, "h").kind == "cpu"
+    kinds = install(**{kind: value})
+    assert list(kinds.devices) == [*ACCELERATORS, "cpu"]
+    assert choose_device("auto", {**kinds.counts, "cuda": 0}, 0, 1, "h").kind == "cpu"
     with pytest.raises(UserError, match=reason) as raised:
-        choose_device(f"{kind}:0", known.counts, 0, 1, "h", known.faults)
+        choose_device(f"{kind}:0", kinds.counts, 0, 1, "h", kinds.faults)
     text = str(raised.value)
     assert text.startswith(f"--devices {kind}:0: the device kind '{kind}' ({value}) cannot")
     assert text.endswith("; correct, update or remove the package that adds it")
@@ -129,17 +129,19 @@ def agree(monkeypatch):
 
 def test_variables_apply_where_there_is_no_flag_and_errors_name_it(agree):
     for variables in (("", ""), (None, None), (" ", "\t\n")):
-        found = agree(("", ""), variables)
-        assert (found, found.describe()) == (Emulation(schedules=((), ())), "")
-    found = agree(("", ""), (" gpu, mlu ", "1:3"))
-    assert found.labels == ("gpu", "mlu")
-    assert found.schedules == ((), ((0, 3.0),))
-    assert found.describe() == "device kinds gpu, mlu; rank 1 slowed 3x"
-    found = agree(("a,b", "0:2"), ("gpu", "9:nan"))  # those are not even read
-    assert (found.kinds, found.slowdown) == ("a,b", "0:2")
-    found = agree(("a,b", ""), ("gpu", "1:1@90,1:2.5@9"))
+        agreed = agree(("", ""), variables)
+        assert (agreed, agreed.describe()) == (Emulation(schedules=((), ())), "")
+    agreed = agree(("", ""), (" gpu, mlu ", "1:3"))
+    assert agreed.labels == ("gpu", "mlu")
+    assert agreed.schedules == ((), ((0, 3.0),))
+    assert agreed.describe() == "device kinds gpu, mlu; rank 1 slowed 3x"
+    agreed = agree(("a,b", "0:2"), ("gpu", "9:nan"))  # those are not even read
+    assert (agreed.kinds, agreed.slowdown) == ("a,b", "0:2")
+    agreed = agree(("a,b", ""), ("gpu", "1:1@90,1:2.5@9"))
     slowed = "rank 1 slowed 2.5x from step 9, 1x from step 90"
-    assert found.describe() == f"device kinds a, b; {slowed} (steps are counted by a Training only)"
+    assert (
+        agreed.describe() == f"device kinds a, b; {slowed} (steps are counted by a Training only)"
+    )
     # mpirun passes variables on to other hosts only if told to.
     assert agree(("", ""), (None, None), ["gpu,mlu", "1:3"]) == agree(("gpu,mlu", "1:3"))
     for kinds, slowdown, other, message in (
@@ -172,8 +174,8 @@ def wrapped(kinds="", slowdown="", device=None, rank=1, **more):
 
 
 def test_a_device_is_its_own_but_for_its_emulated_kind_and_pace():
-    own = CpuDevice()
-    assert wrapped(device=own) is wrapped(slowdown="0:1", device=own) is own
+    plain = CpuDevice()
+    assert wrapped(device=plain) is wrapped(slowdown="0:1", device=plain) is plain
     device = wrapped("gpu,mlu", "1:3")
     assert (device.kind, device.torch_type, device.is_host) == ("mlu", "cpu", True)
     assert str(device.torch_device(0)) == "cpu"

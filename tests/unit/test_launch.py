@@ -60,7 +60,7 @@ def test_each_environment_of_each_host_is_a_part_of_a_command_that_can_be_divide
         expanded, used = expand(parse_launcher(line.split()), hosts, environments)
         assert " ".join(expanded) == words
         listed = ",".join(re.findall(r"--host (\S+)", words)).split(",")
-        assert {host.name for host in used} == {each.partition(":")[0] for each in listed}
+        assert {host.name for host in used} == {entry.partition(":")[0] for entry in listed}
     for line, hosts, environments, message in (
         ("mpirun -np 7 kaitian-train", HOSTS, {}, "only 6 slots for 7 ranks"),
         ("mpirun kaitian-train", HOSTS, {"z": A}, "name z, but the hostfile and --host have"),
@@ -142,21 +142,21 @@ def test_what_a_host_answers_and_what_mpirun_will_do_with_a_hostfile():
         (Ended(1, "", "x\nimportlib.metadata.PackageNotFoundError: k"), "/p has no kaitian-mpi"),
         (Ended(1, "", "Fatal Python error"), "b: /p fails (Fatal Python error); run it there"),
     ):
-        found = read_answer(ended, "b", "/p", 8.0, False)
-        assert answer in (found.fault or found.version)
+        one = read_answer(ended, "b", "/p", 8.0, False)
+        assert answer in (one.fault or one.version)
     hosts = [Host(name=name) for name in "abc"]
     pythons = {"a": [sys.executable, "/nowhere/python"], "b": [], "c": ["/proc/version"]}
-    found = ask_hosts(["false"], hosts, pythons, {"a", "b", "c"})
-    assert len(found) == 3
-    assert not found["a", sys.executable].fault
-    assert "a has no /nowhere/python" in found["a", "/nowhere/python"].fault
-    assert "c has no /proc/version" in found["c", "/proc/version"].fault
+    answers = ask_hosts(["false"], hosts, pythons, {"a", "b", "c"})
+    assert len(answers) == 3
+    assert not answers["a", sys.executable].fault
+    assert "a has no /nowhere/python" in answers["a", "/nowhere/python"].fault
+    assert "c has no /proc/version" in answers["c", "/proc/version"].fault
     for slots, variable, levels in (
         ((2, 1), "", ["ok"]),
         ((2, 1), ":oversubscribe", ["problem", "ok"]),
         ((2,), ":oversubscribe", ["ok"]),
         ((2, None), "", ["warning"]),
     ):
-        hosts = tuple(Host(name=f"n{number}", slots=each) for number, each in enumerate(slots))
+        hosts = tuple(Host(name=f"n{number}", slots=count) for number, count in enumerate(slots))
         environ = {"PRTE_MCA_rmaps_default_mapping_policy": variable}
-        assert [str(each.level) for each in check_hostfile(hosts, environ)] == levels
+        assert [str(problem.level) for problem in check_hostfile(hosts, environ)] == levels

@@ -49,8 +49,8 @@ class Collecting(MetricsSink):
     def __init__(self):
         self.seen = []
 
-    def on_reading(self, given):
-        self.seen.append(given)
+    def on_reading(self, reading):
+        self.seen.append(reading)
 
     on_evaluation = on_logged = on_event = close = on_reading
 
@@ -73,7 +73,7 @@ def test_a_failing_sink_is_no_longer_used_also_one_in_the_background(caplog):
         sinks.close(True)
     assert failing.seen[0].step == 1
     assert failing.seen[1:] == [False]  # it is closed once, and gets nothing else
-    assert [each.step for each in good.seen[:-1]] == [1, 2]
+    assert [reading.step for reading in good.seen[:-1]] == [1, 2]
     assert good.seen[-1] is True
     background = BackgroundSink("it", fail)
     assert wait_until(lambda: len(caplog.records) == 2, 60)
@@ -151,7 +151,7 @@ def test_a_background_sink_gets_all_in_order_and_delays_neither_training_nor_its
     for give in (background.on_evaluation, background.on_logged, background.on_event):
         give(give.__name__)
     background.close(True)
-    assert [each.step for each in sink.seen[:100]] == list(range(100))
+    assert [reading.step for reading in sink.seen[:100]] == list(range(100))
     assert sink.seen[100:] == ["on_evaluation", "on_logged", "on_event", True]
     monkeypatch.setitem(sink_module._PATIENCE_SEC, True, 0.05)
     background = BackgroundSink("it", lambda: blocking)
@@ -164,7 +164,7 @@ def test_a_background_sink_gets_all_in_order_and_delays_neither_training_nor_its
     release.set()
     assert wait_until(lambda: True in blocking.seen, 60)
     # The oldest of those that waited are dropped; the end waits like them.
-    assert [each.step for each in blocking.seen[:-1]] == [0, *range(12, MAX_WAITING + 11)]
+    assert [reading.step for reading in blocking.seen[:-1]] == [0, *range(12, MAX_WAITING + 11)]
     assert caplog.messages == [
         "it cannot keep up; its oldest queued metrics are dropped",
         "it did not accept the last metrics within 0 s; they may be missing there",
@@ -177,6 +177,6 @@ def test_a_missing_package_and_what_is_no_sink_are_named():
         import_tracker("wandb", "json.no_such")
     import_tracker("json", "json.decoder")
     check_sinks([Collecting(), MetricsSink()])
-    for given, named in ((Collecting, "the class Coll"), (object(), "object")):
+    for sink, named in ((Collecting, "the class Coll"), (object(), "object")):
         with pytest.raises(UserError, match=f"not {named}"):
-            check_sinks([given])
+            check_sinks([sink])

@@ -33,13 +33,13 @@ def train(sink, steps, epoch=0, losses=None):
 def scalars_in(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0, "tensors": 0}).Reload()
-    by_tag = {tag: found.Scalars(tag) for tag in found.Tags()["scalars"]}
+    events = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0, "tensors": 0}).Reload()
+    by_tag = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     texts = {
-        tag: [each.tensor_proto.string_val[0].decode() for each in found.Tensors(tag)]
-        for tag in found.Tags()["tensors"]
+        tag: [event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)]
+        for tag in events.Tags()["tensors"]
     }
-    return {tag: [(e.step, e.value) for e in each] for tag, each in by_tag.items()}, texts
+    return {tag: [(e.step, e.value) for e in scalars] for tag, scalars in by_tag.items()}, texts
 
 
 def test_tensorboard_shows_a_run_and_its_resumption_once(tmp_path):
@@ -116,13 +116,13 @@ def test_weights_and_biases_offline(folder):
     assert [row["_step"] for row in rows] == [1, 2, 3]
     assert [row["loss/train"] for row in rows] == [1.0, 2.0, 3.0]
     assert rows[-1]["accuracy/validation"] == 0.3
-    known = folder.read("wandb.json")
-    assert (known["project"], kept.name) == ("us/project", f"run-{known['id']}.wandb")
+    run = folder.read("wandb.json")
+    assert (run["project"], kept.name) == ("us/project", f"run-{run['id']}.wandb")
 
     WandbSink("us/project", {"lr": 0.1}, folder).close(False)
-    assert folder.read("wandb.json") == known  # the same run
+    assert folder.read("wandb.json") == run  # the same run
     WandbSink("another", {}, folder).close(False)
-    assert folder.read("wandb.json")["id"] != known["id"]
+    assert folder.read("wandb.json")["id"] != run["id"]
 
 
 def test_weights_and_biases_never_prompts_for_a_key(monkeypatch, tmp_path):
@@ -150,15 +150,15 @@ def test_mlflow_in_files(folder, tmp_path):
     again = MlflowSink("mine", {"lr": 0.2}, folder)
     train(again, [1, 2, 3])
     again.close(True)
-    known = folder.read("mlflow.json")
-    assert known["tracking_uri"] == (tmp_path / "mlruns").as_uri()
-    client = MlflowClient(known["tracking_uri"])
-    run = client.get_run(known["run_id"])
+    kept = folder.read("mlflow.json")
+    assert kept["tracking_uri"] == (tmp_path / "mlruns").as_uri()
+    client = MlflowClient(kept["tracking_uri"])
+    run = client.get_run(kept["run_id"])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     assert (run.data.params["lr"], run.data.metrics["logged/of my own _5"]) == ("0.1", 2.5)
-    history = client.get_metric_history(known["run_id"], "loss/train")
-    assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    history = client.get_metric_history(kept["run_id"], "loss/train")
+    assert [(point.step, point.value) for point in history] == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
     shutil.rmtree(tmp_path / "mlruns" / run.info.experiment_id / run.info.run_id)  # it is gone
     MlflowSink("mine", {}, folder).close(True)
-    assert folder.read("mlflow.json")["run_id"] != known["run_id"]
+    assert folder.read("mlflow.json")["run_id"] != kept["run_id"]

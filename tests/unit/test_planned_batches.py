@@ -63,8 +63,8 @@ def distributed(data, rank, drop_last, **options):
 def prepared(data, rank, drop_last, **options):
     generator = torch.Generator().manual_seed(1)
     batches = BatchSampler(RandomSampler(data, generator=generator), ROWS, drop_last)
-    own = accelerate.BatchSamplerShard(batches, RANKS, rank)
-    return DataLoader(data, batch_sampler=own, **options)
+    batches_of_rank = accelerate.BatchSamplerShard(batches, RANKS, rank)
+    return DataLoader(data, batch_sampler=batches_of_rank, **options)
 
 
 def epoch(
@@ -79,8 +79,8 @@ def epoch(
         try:
             loader = make(list(range(length)), rank, drop_last, num_workers=workers)
             if skipped:
-                own = accelerate.SkipBatchSampler(loader.batch_sampler, skipped)
-                loader = DataLoader(loader.dataset, batch_sampler=own, num_workers=workers)
+                batches_left = accelerate.SkipBatchSampler(loader.batch_sampler, skipped)
+                loader = DataLoader(loader.dataset, batch_sampler=batches_left, num_workers=workers)
             if shares:
                 loader.batch_sampler.trains = trains
             found.append([batch.tolist() for batch in loader])
@@ -107,7 +107,7 @@ def test_a_loader_that_does_not_train_keeps_its_batches(make, length, drop_last)
 @pytest.mark.parametrize("shares", [[2, 2, 2], [1, 1, 4], [3, 2, 1]])
 @pytest.mark.parametrize("length", [4, 6, 12, 13, 15, 17])
 def test_an_epoch_has_each_row_once_in_as_many_steps(make, shares, length):
-    plain, cut = (epoch(make, length, False, given) for given in (None, shares))
+    plain, cut = (epoch(make, length, False, split) for split in (None, shares))
     assert [len(batches) for batches in cut] == [len(batches) for batches in plain]
     steps = [[row for part in step for row in part] for step in zip(*cut, strict=True)]
     full = length // 6
@@ -117,8 +117,8 @@ def test_an_epoch_has_each_row_once_in_as_many_steps(make, shares, length):
     if length % 6 != 1:  # else two ranks have a row again, which counts nothing
         assert sorted(row for step in steps for row in step) == list(range(length))
     # A full step has the rows that the ranks' own batches would have had together.
-    for step, own in zip(steps[:full], zip(*plain, strict=True), strict=False):
-        assert sorted(step) == sorted(row for part in own for row in part)
+    for step, plain_batches in zip(steps[:full], zip(*plain, strict=True), strict=False):
+        assert sorted(step) == sorted(row for part in plain_batches for row in part)
 
 
 @pytest.mark.parametrize("make", [distributed, prepared])
@@ -135,7 +135,7 @@ def test_a_sampler_that_drops_the_rest_drops_it(shares):
         sampler = DistributedSampler(data, RANKS, rank, seed=1, drop_last=True)
         return DataLoader(data, ROWS, sampler=sampler, **options)
 
-    plain, cut = (epoch(sampled, 17, False, given) for given in (None, shares))
+    plain, cut = (epoch(sampled, 17, False, split) for split in (None, shares))
     assert rows_of(cut) == rows_of(plain)
     assert len(rows_of(cut)) == 15
 

@@ -151,8 +151,8 @@ def make_setup(config, model):
 
 
 def measure(device, most=10**9, min_batch=1, ranks=1, repeats=True, **settings):
-    given = {"global_batch_size": 256, "benchmark_seconds": 1.0, "memory_format": "contiguous"}
-    config = TrainConfig(**given | {"epochs": 10**6} | settings)
+    defaults = {"global_batch_size": 256, "benchmark_seconds": 1.0, "memory_format": "contiguous"}
+    config = TrainConfig(**defaults | {"epochs": 10**6} | settings)
     setup = make_setup(config, Hungry(most, device, min_batch))
     return RankTimer(config, make_world(device, ranks), setup, min_batch).measure(repeats)
 
@@ -163,7 +163,7 @@ HOST, ACCELERATOR = Device(limit=1 << 40), Device(limit=1 << 40, is_host=False)
 def test_the_ends_of_the_line_are_timed_again_if_wanted():
     for repeats in (True, False):
         result = measure(HOST, repeats=repeats)
-        assert [len(each) for each in result.rounds] == [1 + repeats, *[1] * 6, 1 + repeats]
+        assert [len(seconds) for seconds in result.rounds] == [1 + repeats, *[1] * 6, 1 + repeats]
         assert [*map(len, (result.batches, result.seconds))] == [8, 8]
 
 
@@ -321,9 +321,9 @@ def test_every_way_of_saying_too_little_memory_is_known(device):
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50, dtype=torch.uint8)
     errors.append(caught.value)  # torch's own on this host
-    assert [str(each) for each in errors if not device.is_out_of_memory(each)] == []
+    assert [str(error) for error in errors if not device.is_out_of_memory(error)] == []
     others = [*map(RuntimeError, OTHER_FAULTS), ValueError("out of memory")]
-    assert [str(each) for each in others if device.is_out_of_memory(each)] == []
+    assert [str(error) for error in others if device.is_out_of_memory(error)] == []
 
 
 def test_ranks_on_one_device_share_its_memory():

@@ -40,8 +40,8 @@ def test_documented_and_pinned_releases_match_the_metadata_and_ci_covers_them():
     assert f"torch {OLDEST} to {major}.{minor - 1} and Python" in page
     assert f"Every suite passes with torch {PINNED} on Python" in page
     tested = re.search(r"passed with torch ([\d., and]+), and on", page)[1]
-    for each in (PINNED, *re.findall(r"[\d.]+\d", tested)):
-        assert release(OLDEST) <= release(each) < release(BEYOND)
+    for version in (PINNED, *re.findall(r"[\d.]+\d", tested)):
+        assert release(OLDEST) <= release(version) < release(BEYOND)
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
     for text in (readme, page):
         assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in text
@@ -57,7 +57,8 @@ def test_documented_and_pinned_releases_match_the_metadata_and_ci_covers_them():
     assert [name for name in requires if oldest not in SpecifierSet(requires[name])] == []
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
     (job,) = workflow["jobs"].values()
-    matrix = {(each["torch"], each["python"]) for each in job["strategy"]["matrix"]["include"]}
+    entries = job["strategy"]["matrix"]["include"]
+    matrix = {(entry["torch"], entry["python"]) for entry in entries}
     assert {(PINNED, python) for python in PYTHONS} <= matrix
     minors = {release(torch)[:2] for torch, python in matrix if python == PYTHONS[0]}
     major, minor = release(BEYOND)
@@ -122,8 +123,9 @@ def test_setup_installs_what_the_demo_needs_and_keeps_what_the_tests_need(tmp_pa
     stub.chmod(0o755)
 
     def setup(**settings):
-        own = {"KAITIAN_TORCH", "KAITIAN_MPI", "KAITIAN_EXTRAS"}  # which bin/test may have set
-        env = {name: os.environ[name] for name in os.environ.keys() - own}
+        # bin/test may have set them.
+        set_outside = {"KAITIAN_TORCH", "KAITIAN_MPI", "KAITIAN_EXTRAS"}
+        env = {name: os.environ[name] for name in os.environ.keys() - set_outside}
         env |= {"KAITIAN_PYTHON": str(stub)} | settings
         done = subprocess.run([tmp_path / "bin/setup"], env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -178,14 +180,14 @@ MPIRUN_OPTIONS = {"hostfile", "with-ft", "bind-to", "x"}
 
 def launch_scripts():
     """Return all shell scripts by their names, those in manifests too."""
-    found = {path.name: path.read_text() for path in SCRIPTS}
+    texts = {path.name: path.read_text() for path in SCRIPTS}
     for path in MANIFESTS:
         job = next(yaml.safe_load_all(path.read_text()))
         pod = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]
         (container,) = pod["containers"]
         assert container["command"] == ["bash", "-c"]
-        (found[path.name],) = container["args"]
-    return found
+        (texts[path.name],) = container["args"]
+    return texts
 
 
 @pytest.mark.parametrize("name", launch_scripts())

@@ -67,8 +67,8 @@ def test_verdicts_on_a_rank_by_its_newest_report_and_the_state_of_its_process():
         (9999.0, report(limit="inf"), 0, "S", None),
         (61.0, report(beat=62, since=62), 0, "S", None),
     ):
-        found = kill_reason(now, Heartbeat(line), anew, state)
-        assert found == reason if reason is None else reason in found
+        kill = kill_reason(now, Heartbeat(line), anew, state)
+        assert kill == reason if reason is None else reason in kill
     for now, line, state, reason in (  # a stopped one may have a limit of its own
         (3.0, report(), "T", None),
         (4.0, report(), "T", "no heartbeat for 4.0 s (stopped), last in forward of step 12"),
@@ -77,15 +77,15 @@ def test_verdicts_on_a_rank_by_its_newest_report_and_the_state_of_its_process():
         (4.0, report(), "R", None),
         (3.0, report(limit=2), "T", "no heartbeat for 3.0 s (stopped)"),
     ):
-        found = kill_reason(now, Heartbeat(line), 0, state, stopped_limit=3)
-        assert found == reason if reason is None else reason in found
-    known = newest_report(None, [report(beat=1), report(beat=2, phase="backward")])
-    assert (known.where, known.beat) == ("backward of step 12", 2)
-    assert newest_report(known, []) is known
+        kill = kill_reason(now, Heartbeat(line), 0, state, stopped_limit=3)
+        assert kill == reason if reason is None else reason in kill
+    newest = newest_report(None, [report(beat=1), report(beat=2, phase="backward")])
+    assert (newest.where, newest.beat) == ("backward of step 12", 2)
+    assert newest_report(newest, []) is newest
     wrong = report(limit=0), report(limit="nan"), report(beat="soon")
     for line in (b"", b"\xff\x00\xfe", report()[:9], *wrong):
         assert newest_report(None, [line]) is None
-        assert newest_report(known, [line]) is known
+        assert newest_report(newest, [line]) is newest
     assert parse_stat(b"7 (python) S 5 7 7 0 -1") == ("S", 5)
     assert parse_stat(b"7 (a) T 9 (b) T 5 7 7") == ("T", 5)
     assert parse_stat(b"7 (a b\nc)) R 1 7") == ("R", 1)
@@ -104,9 +104,9 @@ def test_the_limit_follows_the_median_of_recent_steps():
     assert after(limit, *[0.5] * 50) == [pytest.approx(135)] * 24 + [pytest.approx(73)] * 26
     assert after(StepLimit(0, warm_up=3), 1, 1, 1) == [600, 600, 60]
     assert after(StepLimit(0, warm_up=3), 100, 1) == [2000, 2000]
-    for given, first, setup in ((0, 600, 1800), (3, 3, 60)):  # before any step is timed
-        assert (first_step_limit(given), setup_limit(given)) == (first, setup)
-        assert StepLimit(given).limit_sec == first
+    for step_limit, first, setup in ((0, 600, 1800), (3, 3, 60)):  # before any step is timed
+        assert (first_step_limit(step_limit), setup_limit(step_limit)) == (first, setup)
+        assert StepLimit(step_limit).limit_sec == first
 
 
 # real processes -------------------------------------------------------------------------------
@@ -481,17 +481,17 @@ def test_ranks_of_this_host_that_have_not_begun_to_start_mpi_are_named(
     )
     ranks = watching.LateRanks(siblings, "[4@host]", own, limit_sec)
     faults = [(at, ranks.fault(100.0 + at)) for at in range(0, 700, 2)]
-    found = [(at, fault) for at, fault in faults if fault]
-    assert (found[0][0] if found else None) == fault_at
-    assert not found or "rank 6 of this host is stopped, and has not started MPI" in found[0][1]
+    faulty = [(at, fault) for at, fault in faults if fault]
+    assert (faulty[0][0] if faulty else None) == fault_at
+    assert not faulty or "rank 6 of this host is stopped, and has not started MPI" in faulty[0][1]
     shown = capfd.readouterr().err
     assert shown.count("has waited 62 s for all ranks to start MPI") == bool(line)
     assert line in shown
 
 
 def test_the_wait_for_ranks_that_nothing_is_known_of_is_a_number_of_seconds():
-    for given, limit_sec in (("", 600), ("90", 90), ("0", 0), (" 1.5 ", 1.5)):
-        assert start_limit({"KAITIAN_START_TIMEOUT": given}) == limit_sec
-    for given in ("1 h", "-1", "inf", "nan"):
-        with pytest.raises(UserError, match=f"number of seconds, 0: forever; not '{given}'"):
-            start_limit({"KAITIAN_START_TIMEOUT": given})
+    for text, limit_sec in (("", 600), ("90", 90), ("0", 0), (" 1.5 ", 1.5)):
+        assert start_limit({"KAITIAN_START_TIMEOUT": text}) == limit_sec
+    for text in ("1 h", "-1", "inf", "nan"):
+        with pytest.raises(UserError, match=f"number of seconds, 0: forever; not '{text}'"):
+            start_limit({"KAITIAN_START_TIMEOUT": text})

@@ -53,15 +53,15 @@ def test_stages_on_devices_train_like_one_process(world, replicas):
     ends = [*ends[:singles], 5]
     ranks = [*((rank,) for rank in range(singles)), tuple(range(singles, world.size))]
     stages = [
-        Stage(begin, end, own, (1.0,) * len(own))
-        for begin, end, own in zip([0, *ends], ends, ranks, strict=False)
+        Stage(begin, end, stage_ranks, (1.0,) * len(stage_ranks))
+        for begin, end, stage_ranks in zip([0, *ends], ends, ranks, strict=False)
     ]
     task = Task(model=ours, optimizer=lambda m: torch.optim.AdamW(m.parameters()), data=[0])
     optimizers = [*task.make_optimizers(ours), *task.make_optimizers(alone)]
     held = Stages(ours, optimizers[:1], chain_of(task), world.device)
     held.assign_stages(world, stages)
     task = Task(**{**vars(task), "loss": loss})
-    waits = lambda what: nullcontext()  # noqa: E731
+    waits = lambda name: nullcontext()  # noqa: E731
     computation = Computation(world.device, "fp32", "contiguous")
     peers = join_stages(world, stages)
     links = [{*pair} for one, other in pairwise(stages) for pair in product(one.ranks, other.ranks)]
@@ -76,9 +76,12 @@ def test_stages_on_devices_train_like_one_process(world, replicas):
     x = torch.randn(3, COUNT, 4, 6, dtype=torch.float64, generator=random)
     y = torch.randint(5, (3, COUNT, 4), generator=random)
     for step in range(3):
-        own = runner.rank_numbers(COUNT)
-        batches = {number: computation.place((x[step, number], y[step, number])) for number in own}
-        weight, weights = 4.0 * len(own) * runner.is_last, dict.fromkeys(own, 1 / COUNT)
+        rank_numbers = runner.rank_numbers(COUNT)
+        batches = {
+            number: computation.place((x[step, number], y[step, number])) for number in rank_numbers
+        }
+        weight = 4.0 * len(rank_numbers) * runner.is_last
+        weights = dict.fromkeys(rank_numbers, 1 / COUNT)
         losses = runner.train(COUNT, batches, weights, range(COUNT))
         gradients.backward_done(losses, weight, samples=4 * COUNT)
         gradients.finish()
@@ -121,9 +124,9 @@ def test_what_comes_by_mpi_does_not_wait_for_computation_and_is_kept_for_it(worl
     """Also if the script computes on a stream of its own."""
     content = torch.arange(1.0, 5001.0)
     peers = PeerGroups(world.rank, world.device)
-    outbox, device = Outbox(lambda what: nullcontext(), peers), world.device
-    own = nullcontext() if device.type == "cpu" else stream(Stream(device))
-    with own:
+    outbox, device = Outbox(lambda name: nullcontext(), peers), world.device
+    side_stream = nullcontext() if device.type == "cpu" else stream(Stream(device))
+    with side_stream:
         for source, target in ((0, 1), (1, 0)):
             if world.rank == source:
                 sent = outbox.send_activations(device_of(content).requires_grad_(), target, 3)
@@ -133,20 +136,20 @@ def test_what_comes_by_mpi_does_not_wait_for_computation_and_is_kept_for_it(worl
                     assert wait_until(gradients.is_completed, LONG_SEC)
                 gradients.wait()
                 with computing(device):
-                    found = gradients._tensors[0] + 1
+                    gradient = gradients._tensors[0] + 1
                     del gradients  # whose memory is free for what comes next
-                assert torch.equal(values(found), 2 * content + 1)
+                assert torch.equal(values(gradient), 2 * content + 1)
             else:
                 with computing(device):
                     incoming = Activations(peers, source, 3, device)
                     assert wait_until(incoming.is_completed, LONG_SEC)
                 incoming.wait()
-                given, leaves = incoming.take()
+                activation, leaves = incoming.take()
                 with computing(device):
-                    found = given.detach() + 1
-                    given.square().sum().backward()
-                    del incoming, given
-                assert torch.equal(values(found), content + 1)
+                    gradient = activation.detach() + 1
+                    activation.square().sum().backward()
+                    del incoming, activation
+                assert torch.equal(values(gradient), content + 1)
                 outbox.send_gradients(leaves, source, 3)
                 outbox.wait()
 

@@ -191,10 +191,10 @@ def test_memory_is_bounded_and_the_sum_right(world, device_of, algorithm):
 def test_gradients_alone_cross_as_bf16(world, device_of, algorithm):
     world.relay.dtype = "bf16"
     generator = torch.Generator().manual_seed(7)
-    own = torch.randn(world.size, 200_003, generator=generator)
-    exact = own.sum(0)
+    rank_rows = torch.randn(world.size, 200_003, generator=generator)
+    exact = rank_rows.sum(0)
     for length, is_gradient in ((200_003, True), (200_003, False), (16_384, True)):
-        tensor = device_of(own[world.rank, :length].clone())
+        tensor = device_of(rank_rows[world.rank, :length].clone())
         if is_gradient:
             sum_gradients(tensor, in_background=True).wait()
         else:
@@ -292,9 +292,9 @@ def test_a_long_reduce_scatter_copies_pieces_while_others_are_exchanged(world, d
     lengths = [10_000_000 // dtype.itemsize + 1000 * rank for rank in range(world.size)]
     output = device_of(torch.ones(lengths[world.rank], dtype=dtype))
     pieces = [(torch.arange(length) % 97 * (world.rank + 1)).to(dtype) for length in lengths]
-    given = [device_of(piece) for piece in pieces]
+    inputs = [device_of(piece) for piece in pieces]
     synchronizations.clear()
-    dist.reduce_scatter(output, given)
+    dist.reduce_scatter(output, inputs)
     assert {wait.name for wait in synchronizations} <= {"event"}
     factor = sum(range(1, world.size + 1))
     assert torch.equal(values(output), (torch.arange(len(output)) % 97 * factor).to(dtype))
@@ -373,14 +373,14 @@ def test_other_long_tensors_pass_through_page_locked_memory(
     shared = device_of(whole if world.rank == last else whole * 0)
     rows = [whole[:3000] + rank for rank in range(size)]
     row = device_of(rows[world.rank].clone())
-    gathered = [device_of(each * 0) for each in rows] if world.rank == last else None
-    mine, given = device_of(row * 0), [device_of(each) for each in rows]
+    gathered = [device_of(content * 0) for content in rows] if world.rank == last else None
+    mine, inputs = device_of(row * 0), [device_of(content) for content in rows]
     synchronizations.clear()
     dist.all_to_all(got, sent)
     dist.all_to_all_single(joined, flat, [*map(len, to_me)], [*map(len, sent)])
     dist.broadcast(shared, last)
     dist.gather(row, gathered, last)
-    dist.scatter(mine, given if world.rank == last else None, last)
+    dist.scatter(mine, inputs if world.rank == last else None, last)
     assert {wait.name for wait in synchronizations} <= {"event"}
     for piece, content in zip((*got, joined), (*to_me, torch.cat(to_me)), strict=True):
         assert torch.equal(values(piece), content)
@@ -396,11 +396,11 @@ def test_long_reductions_to_one_rank_pass_through_page_locked_memory(
     world, device_of, in_short_rounds, dtype
 ):
     content, factor = (torch.arange(9000) % 19).to(dtype), sum(range(1, world.size + 1))
-    tensor, given = (device_of(content * (world.rank + 1)) for _ in range(2))
+    tensor, second = (device_of(content * (world.rank + 1)) for _ in range(2))
     equal = device_of(content[: 9000 // world.size] * 0)
     synchronizations.clear()
     dist.reduce(tensor, 1)
-    dist.reduce_scatter_tensor(equal, given)
+    dist.reduce_scatter_tensor(equal, second)
     assert {wait.name for wait in synchronizations} <= {"event"}
     if world.rank == 1 or not dist.group.WORLD.uses_library:
         expected = content * (factor if world.rank == 1 else world.rank + 1)

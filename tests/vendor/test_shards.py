@@ -79,16 +79,16 @@ def test_owners_on_devices_train_like_one_process(world, dtype, tolerance, form)
     fake_library.calls.clear()
     for step in range(4):
         loss_of(images[step], labels[step], 1, alone).backward()
-        own = shares[(world.rank + step) % world.size]
+        rank_samples = shares[(world.rank + step) % world.size]
         begin = sum(shares[(rank + step) % world.size] for rank in range(world.rank))
-        mine, wanted = (each[step, begin : begin + own] for each in (images, labels))
-        count = min(2, own)  # micro-batches
-        pieces = [*zip(mine.chunk(count), wanted.chunk(count), strict=True)] if own else []
+        mine, wanted = (dataset[step, begin : begin + rank_samples] for dataset in (images, labels))
+        count = min(2, rank_samples)  # micro-batches
+        pieces = [*zip(mine.chunk(count), wanted.chunk(count), strict=True)] if rank_samples else []
         for piece in pieces:
-            reducer.arm(own / sum(shares))
+            reducer.arm(rank_samples / sum(shares))
             if in_parts:
                 sharded.begin(gathering.unshard)
-            loss_of(*piece, len(piece[0]) / own, ours).backward()
+            loss_of(*piece, len(piece[0]) / rank_samples, ours).backward()
             if in_parts:
                 sharded.end()
                 reducer.end_round()
@@ -108,7 +108,7 @@ def test_owners_on_devices_train_like_one_process(world, dtype, tolerance, form)
         if in_parts:
             sharded.end()
             gathering.join_others()
-        assert agree(world, torch.cat([each.flatten() for each in here]))
+        assert agree(world, torch.cat([parameter.flatten() for parameter in here]))
     reducer.close()
     assert {p.device.type for p in ours.parameters()} == {world.device.type}
     for one, other in zip(here, alone.parameters(), strict=True):
@@ -178,12 +178,12 @@ def test_kinds_sum_and_gather_by_their_library_and_parts_cross_once(
         # 32 bits of each group's sum are more than 16 of each rank.
         in_groups = wide.itemsize * once < dtype.itemsize * always
         assert has_crossed(wide.itemsize if in_groups else dtype.itemsize, in_groups)
-    for piece, own in zip(pieces, parts_of(whole[world.rank]), strict=True):
-        assert torch.equal(values(piece), own)  # what is summed stays as it was
+    for piece, part in zip(pieces, parts_of(whole[world.rank]), strict=True):
+        assert torch.equal(values(piece), part)  # what is summed stays as it was
     dist.all_gather(pieces, device_of(parts_of(whole[0])[world.rank]))
     assert has_crossed(dtype.itemsize)
-    for piece, own in zip(pieces, parts_of(whole[0]), strict=True):
-        assert torch.equal(values(piece), own)
+    for piece, part in zip(pieces, parts_of(whole[0]), strict=True):
+        assert torch.equal(values(piece), part)
     if len({*lengths}) > 1:
         return
     joined = device_of(torch.zeros(sum(lengths), dtype=dtype))

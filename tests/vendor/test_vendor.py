@@ -276,13 +276,14 @@ def test_the_copies_of_a_group_of_one_rank_are_waited_for(world, device_of, form
             return device_of(tensor)
         return device_of(torch.stack([tensor, torch.zeros_like(tensor)], 1))[:, 0]
 
-    def call(operation, output, given):
+    def call(operation, output, tensor):
         options = {"group": alone, "async_op": in_background}
         if operation in (dist.all_reduce, dist.broadcast):
-            output = given
-            return output, operation(given, *[world.rank][: operation is dist.broadcast], **options)
+            if operation is dist.broadcast:
+                options["src"] = world.rank
+            return tensor, operation(tensor, **options)
         takes_lists = operation in (dist.all_to_all, dist.reduce_scatter, dist.scatter)
-        inputs = [given] if takes_lists else given
+        inputs = [tensor] if takes_lists else tensor
         outputs = [output] if operation in (dist.all_to_all, dist.all_gather) else output
         return output, operation(outputs, inputs, **options)
 
@@ -290,10 +291,10 @@ def test_the_copies_of_a_group_of_one_rank_are_waited_for(world, device_of, form
         *(dist.all_to_all, dist.all_to_all_single, dist.all_gather, dist.broadcast),
         *(dist.all_reduce, dist.reduce_scatter),
     ):
-        output, given = placed(torch.zeros_like(content)), placed(content)
+        output, tensor = placed(torch.zeros_like(content)), placed(content)
         if world.info.kind != "cpu":
             current_stream().give(lambda: time.sleep(0.01))
-        output, work = call(operation, output, given)
+        output, work = call(operation, output, tensor)
         if work is not None:
             work.wait()
         assert torch.equal(values(output), content), operation.__name__
@@ -444,14 +445,14 @@ def test_a_tensor_may_be_freed_before_it_is_sent(world, device_of, algorithm, la
     monkeypatch.setenv(fake_device.VARIABLE, lacks)
     for length in (3, 40_000):
         total = device_of(torch.zeros(length * world.size))
-        own = device_of(torch.full((length,), world.rank + 1.0))
+        rank_values = device_of(torch.full((length,), world.rank + 1.0))
         summed = device_of(torch.full((length,), 1.0))
         with Held():
             works = [
                 dist.all_reduce(summed, async_op=True),
-                dist.all_gather_single(total, own, async_op=True),
+                dist.all_gather_single(total, rank_values, async_op=True),
             ]
-            del summed, own
+            del summed, rank_values
         for work in works:
             work.wait()
         # Work on another stream than the caller's must be recorded with the allocator.
@@ -516,8 +517,8 @@ def test_the_fake_device_divides_unlike_the_host():
     """The tests above rely on this."""
     tensor = torch.arange(1.0, 1_000.0)
     assert not torch.equal(values(on_device(tensor).div_(3)), tensor / 3)
-    found = values(on_device(tensor.double()).div_(0.7))
-    torch.testing.assert_close(found, tensor.double() / 0.7, rtol=1e-15, atol=0.0)
+    quotient = values(on_device(tensor.double()).div_(0.7))
+    torch.testing.assert_close(quotient, tensor.double() / 0.7, rtol=1e-15, atol=0.0)
 
 
 def test_the_fake_devices_streams_run_asynchronously():

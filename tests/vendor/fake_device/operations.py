@@ -47,10 +47,10 @@ def view_of(value):
 def run(func, *args, **kwargs):
     """Carry out any operation."""
     flat = tree_flatten((args, kwargs))[0]
-    tensors = [each for each in flat if isinstance(each, torch.Tensor)]
-    if any(each.ndim and not is_on_device(each) for each in tensors):
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    if any(tensor.ndim and not is_on_device(tensor) for tensor in tensors):
         raise RuntimeError(f"{func}: mixes host memory with the accelerator's")
-    devices = {each.device for each in tensors if each.device.type == "fake"}
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "fake"}
     if len(devices) > 1:
         raise RuntimeError(f"{func}: mixes the memory of {sorted(map(str, devices))}")
     device = next(iter(devices), None) or torch.device("fake", streams.index_of(kwargs["device"]))
@@ -90,7 +90,7 @@ def _new(func, call, flat, stream, device):
         _layouts[key] = tree_map(_layout, result)
         return tree_map(lambda value: _placed(value, device), result)
     made = tree_map(lambda layout: layout.make(device), layouts)
-    targets = [view_of(each) for each in tree_flatten(made)[0]]
+    targets = [view_of(tensor) for tensor in tree_flatten(made)[0]]
 
     def compute():
         for target, value in zip(targets, tree_flatten(call())[0], strict=True):
@@ -151,16 +151,16 @@ def _outputs(func, kwargs):
 def _size_outputs(func, args, kwargs, stream):
     """Resize empty outputs, as a kernel would: it has only a view of their memory."""
     outputs = _outputs(func, kwargs)
-    if not any(each.numel() == 0 for each in outputs.values()):
+    if not any(output.numel() == 0 for output in outputs.values()):
         return
     rest = {name: value for name, value in kwargs.items() if name not in outputs}
     flat = tree_flatten((args, rest))[0]
     key = (func, *map(_kind, flat))
     if key not in _layouts:
         stream.queue.finish()
-        trial = {name: torch.empty(0, dtype=each.dtype) for name, each in outputs.items()}
+        trial = {name: torch.empty(0, dtype=output.dtype) for name, output in outputs.items()}
         func(*tree_map(_captured, args), **tree_map(_captured, rest), **trial)
-        _layouts[key] = {name: (each.shape, each.stride()) for name, each in trial.items()}
+        _layouts[key] = {name: (output.shape, output.stride()) for name, output in trial.items()}
     for name, (shape, stride) in _layouts[key].items():
         if outputs[name].shape != shape:
             outputs[name].resize_(shape).as_strided_(shape, stride)

@@ -111,15 +111,15 @@ class StreamQueue:
 
     def _do(self) -> None:
         reduce_timer_slack()
-        while (given := self._next()) is not None:
+        while (next_task := self._next()) is not None:
             try:
-                begins_at, task, then = given
+                begins_at, task, then = next_task
                 sleep_until(begins_at)
                 task()
                 with self.lock:
                     self.left -= 1
                 then()
-                del given, task, then  # which may keep tensors
+                del next_task, task, then  # which may keep tensors
             except BaseException:
                 abort_with_traceback("the fake accelerator failed:\n")
 
@@ -149,8 +149,8 @@ _numbers = itertools.count(1)
 def end_streams() -> None:
     """End the threads before the interpreter does: one inside torch would abort the process."""
     library.fake_end()
-    for each in list(queues.values()):
-        each.end()
+    for stream_queue in list(queues.values()):
+        stream_queue.end()
 
 
 def index_of(device: object = None) -> int:
@@ -264,9 +264,9 @@ def synchronize(device: object = None) -> None:
 
 def finish(index: int) -> None:
     """Wait for all streams of a device, without counting it."""
-    for (device, _), each in list(queues.items()):
+    for (device, _), stream_queue in list(queues.items()):
         if device == index:
-            each.finish()
+            stream_queue.finish()
 
 
 class Event:
