@@ -165,7 +165,7 @@ def write_launching_program(folder: Path, name: str) -> Path:
     launcher = shlex.join([PYTHON, "-c", code])
     program.write_text(
         f'#!/bin/sh\nif [ -n "$OMPI_COMM_WORLD_RANK" ]; then exec {ranks} "$@"; fi\n'
-        f'exec {launcher} "$@"\n'
+        f'KAITIAN_FORK_RANKS=0 exec {launcher} "$@"\n'
     )
     program.chmod(0o755)
     return program
@@ -252,6 +252,8 @@ class Job:
     Its stderr goes with its output. Leaving it as a context ends it, if it has not ended.
     """
 
+    _starts_launcher = not IS_OPEN_MPI  # the process that starts the ranks, which mpirun else does
+
     def __init__(
         self, ranks: int, *command: str,
         cwd: Path, survives: bool = True, fresh: bool = True, **env: str,
@@ -308,7 +310,7 @@ class Job:
         """Return the processes of the ranks that live, by world rank."""
         pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
         launchers = {self.process.pid}
-        if not IS_OPEN_MPI:  # mpirun starts a process that starts the ranks
+        if self._starts_launcher:
             launchers = {pid for pid in pids if parent_of(pid) == self.process.pid}
         own = {rank_of(pid): pid for pid in pids if parent_of(pid) in launchers}
         return {rank: standing_for(pid) for rank, pid in own.items() if rank is not None}
@@ -338,6 +340,19 @@ class Job:
             self.lines.append(line)
             self._heard.put(line)
         self._heard.put(None)
+
+
+class LaunchedJob(Job):
+    """A job of a command that starts mpirun itself, such as `kaitian-train -n 2`."""
+
+    _starts_launcher = True
+
+    def __init__(self, *command: str, cwd: Path, **env: str) -> None:
+        self._start(*command, cwd=cwd, env=env)
+
+    def started(self) -> list[psutil.Process]:
+        """Return all processes that the command has started."""
+        return psutil.Process(self.process.pid).children(recursive=True)
 
 
 class HostsJob(Job):

@@ -13,8 +13,9 @@ from typing import NoReturn
 
 from kaitian_mpi.cli.logs import print_text
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.forked_rank import FORK
 from kaitian_mpi.runtime.launcher import END_TOKEN, end_line, find_launch
-from kaitian_mpi.runtime.mpi_libraries import RANKS_OF_OTHER_LAUNCHERS
+from kaitian_mpi.runtime.mpi_libraries import OPEN_MPI, RANKS_OF_OTHER_LAUNCHERS, Library
 from kaitian_mpi.runtime.signals import CHECKPOINT_SIGNALS
 from kaitian_mpi.supervise import mpirun_process
 from kaitian_mpi.supervise.hosts import parse_hostfile
@@ -74,13 +75,25 @@ def _start(program: str, arguments: Sequence[str], chosen: argparse.Namespace) -
         check_hosts(agent, hosts, {host.name: [sys.executable] for host in hosts})
     os.environ[END_TOKEN] = secrets.token_hex(8)
     options = mpirun_options(mpirun, request, os.environ, is_root=os.geteuid() == 0)
-    words = [*options, *_program_words(program, request.has_remote), *arguments]
+    rank_command = _program_words(program, request.has_remote)
+    forked = request.ranks if _may_be_forked(mpirun.library, request) else 0
+    words = [*options, *rank_command, *arguments]
     print_text(f"+ {shlex.join([shown_path(mpirun.path), *words])}", sys.stderr)
     token = end_line(os.environ[END_TOKEN])
     script = mpirun_process.__file__
-    python = [sys.executable, "-I", "-S", script, program, token]
+    python = [sys.executable, "-I", "-S", script, program, token, str(forked)]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, CHECKPOINT_SIGNALS)
     os.execv(sys.executable, [*python, mpirun.path, *words])  # noqa: S606  # no shell
+
+
+def _may_be_forked(library: Library | None, request: LaunchRequest) -> bool:
+    """Return whether one process may load torch for all ranks; see `runtime/forked_rank.py`.
+
+    A rank of MPICH could not be forked, as it has a connection to its launcher.
+    """
+    if not hasattr(os, "pidfd_open") or os.environ.get(FORK) == "0":  # Linux has it
+        return False
+    return library is OPEN_MPI and request.ranks > 1 and not request.has_remote
 
 
 def _program_words(program: str, has_remote: bool) -> list[str]:

@@ -21,6 +21,7 @@ from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import print_to_stderr
 from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.mpi_libraries import launched_by
+from kaitian_mpi.runtime.system import launcher_pid
 
 CHECKPOINT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that request a checkpoint; the job then continues, or ends after the second one."""
@@ -227,6 +228,6 @@ def open_launcher_stderr() -> int:
     """Return a new file descriptor of the launcher's stderr, or of this process's own."""
     library = launched_by(os.environ)
     if library is not None and library.kills_soon:
-        return os.open(f"/proc/{os.getppid()}/fd/2", os.O_WRONLY | os.O_APPEND)
+        return os.open(f"/proc/{launcher_pid()}/fd/2", os.O_WRONLY | os.O_APPEND)
     sys.stderr.flush()
     return os.dup(2)

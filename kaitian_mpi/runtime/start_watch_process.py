@@ -32,6 +32,7 @@ _ASK_SEC = 5.0
 _ANSWER_SEC = 20.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOPPED = "T"
+_STANDS_FOR = "for-"
 
 
 def read_stat(pid: int) -> tuple[str, int, str]:
@@ -57,6 +58,15 @@ def children_of(parent: int) -> list[int]:
             if its_parent == parent and state != "Z":
                 children.append(pid)
     return children
+
+
+def rank_behind(pid: int) -> int:
+    """Return the pid of the rank for which a process stands, see `forked_rank.py`; else its own."""
+    with suppress(OSError, ValueError), open(f"/proc/{pid}/comm") as file:
+        name = file.read().strip()
+        if name.startswith(_STANDS_FOR):
+            return int(name.removeprefix(_STANDS_FOR))
+    return pid
 
 
 def has_watch(pid: int) -> bool:
@@ -130,8 +140,9 @@ class Siblings:
         late = {}
         for number, pid in self._pids.items():
             with suppress(OSError):  # it has ended
-                if not has_watch(pid):
-                    late[number] = read_stat(pid)[0]
+                rank = rank_behind(pid)
+                if not has_watch(rank):
+                    late[number] = read_stat(rank)[0]
         return late
 
     def names_of(self, missing: list[int]) -> str:

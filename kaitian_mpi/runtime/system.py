@@ -14,6 +14,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 
 _default_threads: int | None = None
+_launcher: int | None = None  # of a rank that the launcher's own child has had forked
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 CHOSEN_THREADS_VARIABLE = "KAITIAN_OMP_NUM_THREADS"
@@ -55,17 +56,28 @@ def usable_cores() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
+def set_launcher(pid: int) -> None:
+    """Have `launcher_pid` return a process that is not this one's parent."""
+    global _launcher
+    _launcher = pid
+
+
+def launcher_pid() -> int:
+    """Return the pid of the process that has started this rank, as far as the job is concerned."""
+    return os.getppid() if _launcher is None else _launcher
+
+
 def launcher_cores() -> frozenset[int]:
-    """Return the cores that this process's parent may run on: mpirun binds ranks, not itself."""
+    """Return the cores that this rank's launcher may run on: mpirun binds ranks, not itself."""
     try:
-        return frozenset(os.sched_getaffinity(os.getppid()))
+        return frozenset(os.sched_getaffinity(launcher_pid()))
     except (AttributeError, OSError):
         return usable_cores()
 
 
 def ancestor_named(names: Sequence[str]) -> int | None:
-    """Return the nearest ancestor of this process that has one of these names (Linux), if any."""
-    pid = os.getppid()
+    """Return this rank's nearest ancestor that has one of these names (Linux), if any."""
+    pid = launcher_pid()
     with suppress(OSError):
         while pid > 1:
             name, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")

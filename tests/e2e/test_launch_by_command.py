@@ -1,6 +1,6 @@
 """`kaitian-train -n 2` and `kaitian-run -n 2`: real jobs that a command starts mpirun for.
 
-The command is fresh; its ranks are where a terminal or a killed command has to reach them.
+Where it starts ranks itself, a fresh command has a process of its own that forks them.
 """
 
 import os
@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 
-import psutil
 import pytest
 from jobs import (
     ENVIRONMENT,
@@ -19,15 +18,17 @@ from jobs import (
     SCRIPTS,
     SOON_SEC,
     HostsJob,
-    Job,
+    LaunchedJob,
     run_alone,
     steps_saved,
     summary_of,
     write_launching_program,
 )
 from shared.emulated_hosts import reason_to_skip
-from shared.processes import assert_gone, standing_for
+from shared.processes import assert_gone
 
+# Without what the tests' own environment lets mpirun do.
+WITHOUT_POLICY = {"PRTE_MCA_rmaps_default_mapping_policy": ""}
 TRAIN = ["kaitian-train", "-n", "2", "--model", "planted:Slow", *EVEN]
 SCRIPT = """
 import os, signal, sys, time
@@ -53,21 +54,6 @@ def path_with_launching(folder, name):
     """Return the PATH on which the command is one that forks its ranks."""
     program = write_launching_program(folder / "bin", name)
     return f"{program.parent}:{ENVIRONMENT['PATH']}"
-
-
-class LaunchedJob(Job):
-    """A job of a command that starts mpirun itself."""
-
-    def __init__(self, *command, cwd, fresh=False):
-        env = {"PRTE_MCA_rmaps_default_mapping_policy": ""}
-        if not fresh:
-            env["PATH"] = path_with_launching(cwd, command[0])
-        self._start(*command, cwd=cwd, env=env)
-
-    def processes(self):
-        """Return mpirun's pid and those of the ranks."""
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return [standing_for(each.pid) for each in found]
 
 
 def run_script(folder, *words, code):
@@ -122,29 +108,26 @@ def test_a_job_ends_with_its_own_code_and_one_last_line(tmp_path, how, options, 
 
 def test_a_lost_rank_is_survived_and_the_printed_command_does_the_same(tmp_path):
     command = [*TRAIN, "--max-steps", "6"]
-    with LaunchedJob(*command, cwd=tmp_path) as job:
+    with LaunchedJob(*command, cwd=tmp_path, **WITHOUT_POLICY) as job:
         printed = job.wait_for(r"^\+ (mpirun .*)$")[1]
         job.wait_for(r"fault tolerance: on")
         job.wait_for(r"step 2/")
-        mpirun = next(iter(psutil.Process(job.process.pid).children()))
-        ranks = {each.environ().get("OMPI_COMM_WORLD_RANK"): each for each in mpirun.children()}
-        os.kill(standing_for(ranks["1"].pid), signal.SIGKILL)
+        os.kill(job.rank_pids()[1], signal.SIGKILL)
         job.wait_for(r"rank 1 \(.*\) was lost")
         ended = job.finish()
     assert summary_of(tmp_path)["ranks"] == [0]
     assert "the job ended" not in ended.text
     again = (*shlex.split(printed), *"--max-steps 1 --run-dir again".split())
-    path = f"{tmp_path / 'bin'}:{ENVIRONMENT['PATH']}"
-    assert run_alone(*again, cwd=tmp_path, fresh=True, PATH=path)
+    assert run_alone(*again, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.thorough)]
 )
 def test_a_signal_to_the_command_reaches_the_job_which_saves(tmp_path, number):
-    with LaunchedJob(*TRAIN, "--max-steps", "200", cwd=tmp_path) as job:
+    with LaunchedJob(*TRAIN, "--max-steps", "200", cwd=tmp_path, **WITHOUT_POLICY) as job:
         job.wait_for(r"step 2/")
-        pids = job.processes()
+        pids = [process.pid for process in job.started()]
         job.process.send_signal(number)
         ended = job.finish(code=0 if number == signal.SIGUSR2 else 128 + number)
         assert_gone(pids, SOON_SEC)
@@ -180,9 +163,9 @@ def test_ctrl_c_at_a_terminal_reaches_the_job_once(tmp_path):
 
 
 def test_no_rank_outlives_a_killed_command(tmp_path):
-    with LaunchedJob(*TRAIN, "--max-steps", "200", cwd=tmp_path, fresh=True) as job:
+    with LaunchedJob(*TRAIN, "--max-steps", "200", cwd=tmp_path, **WITHOUT_POLICY) as job:
         job.wait_for(r"step 1/")
-        pids = job.processes()
+        pids = [process.pid for process in job.started()]
         assert len(pids) >= 3
         job.process.kill()
         assert_gone(pids, SOON_SEC)

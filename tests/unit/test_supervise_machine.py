@@ -216,7 +216,7 @@ def test_mpiruns_end_and_code_are_noticed_also_if_sigchld_is_ignored(place):
     process = start(place, "exit 2", "-np", "2", "kaitian-train", preexec_fn=ignore)
     process.communicate(timeout=LONGEST_SEC)
     assert (process.returncode, calls(place)) == (2, 1)
-    command = [sys.executable, mpirun_process.__file__, "kaitian-train", "token", "sh"]
+    command = [sys.executable, mpirun_process.__file__, "kaitian-train", "token", "0", "sh"]
     done = subprocess.run([*command, "-c", "exit 3"], preexec_fn=ignore, timeout=LONGEST_SEC)
     assert done.returncode == 3
 
