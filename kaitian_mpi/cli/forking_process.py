@@ -16,7 +16,7 @@ import sys
 import types
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from kaitian_mpi.runtime.forked_rank import (
     is_of_this_user,
 )
 from kaitian_mpi.runtime.launcher import Launch, prepare_environment
+from kaitian_mpi.runtime.start_watch_process import read_stat
 from kaitian_mpi.runtime.system import die_with_parent, set_launcher, usable_cores
 
 _LOADED = {
@@ -43,6 +44,7 @@ _LOADED = {
     "kaitian_mpi.cli.run": ("kaitian_mpi.distributed.startup",),
 }
 """What ranks load later, by the module that they run."""
+_STOPS_NOTICED_SEC = 0.5
 _MPIRUN = 0  # a pipe that is closed when mpirun has ended
 
 
@@ -80,19 +82,53 @@ def load(module: str, ranks: int) -> None:
     import_for_optimizers()
 
 
-class ForkedRanks:
-    """The ranks that this process has forked.
+@dataclass
+class ForkedRank:
+    """A rank, and the process that stands for it."""
 
-    When a rank has ended, the process that stands for it is told how; when that process has ended,
-    its rank is killed.
-    """
+    pid: int
+    descriptor: int
+    """Of the rank's process; it can be read when that has ended."""
+    connection: socket.socket
+    """To the process that stands for it."""
+    stands_for: int
+    """The pid of that process."""
+    is_stopped: bool = False
+    has_ended: bool = False
+
+    def kill(self) -> None:
+        """Kill it, as what has stood for it is gone."""
+        if not self.has_ended:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def report_end(self) -> None:
+        """Tell the process that stands for it how it has ended."""
+        self.has_ended = True
+        _, status = os.waitpid(self.pid, 0)
+        with suppress(OSError):
+            self.connection.send(b"%d" % os.waitstatus_to_exitcode(status))
+
+    def follow_stop(self) -> None:
+        """Stop it, or let it go on, as the process that stands for it, which cannot do that.
+
+        For a Ctrl-Z, the launcher sends SIGSTOP.
+        """
+        with suppress(OSError):  # one of them is about to end
+            is_stopped = read_stat(self.stands_for)[0] == "T"
+            if is_stopped != self.is_stopped:
+                self.is_stopped = is_stopped
+                os.killpg(self.pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
+
+
+class ForkedRanks:
+    """The ranks that this process has forked."""
 
     def __init__(self, server: socket.socket) -> None:
         """Fork none yet; `server` is where ranks ask for it."""
         self._server = server
         self._pid = os.getpid()
         self._cores = sorted(usable_cores())
-        self._pids: dict[socket.socket, int] = {}
+        self._ranks: list[ForkedRank] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ, self._accept)
         self._selector.register(_MPIRUN, selectors.EVENT_READ, self._end)
@@ -103,16 +139,20 @@ class ForkedRanks:
 
     def __exit__(self, *_: object) -> None:
         self._selector.close()
-        for connection in self._pids:
-            connection.close()
+        for rank in self._ranks:
+            _close([rank.descriptor, rank.connection.detach()])
 
     def serve(self) -> RankRequest | None:
         """Fork ranks until mpirun and they have ended; in a forked rank, return its request."""
-        while self._runs or self._pids:
-            for key, _ in self._selector.select():
+        while self._runs or self._ranks:
+            for key, _ in self._selector.select(_STOPS_NOTICED_SEC):
                 request = key.data()
                 if request is not None:
                     return request
+            for rank in self._ranks:
+                rank.follow_stop()
+            for rank in [rank for rank in self._ranks if rank.has_ended]:
+                self._forget(rank)
         return None
 
     def _end(self) -> None:
@@ -138,35 +178,27 @@ class ForkedRanks:
         pid = os.fork()
         if pid == 0:
             die_with_parent(signal.SIGKILL, self._pid)
+            os.setpgid(0, 0)
             connection.close()
             for number, stream in zip(STREAMS, streams, strict=True):
                 os.dup2(stream, number)
             _close(streams)
             return request
         _close(streams)
-        process = os.pidfd_open(pid)
-        self._pids[connection] = pid
-        report = partial(self._report, connection, process)
-        kill = partial(self._kill, connection)
-        self._selector.register(process, selectors.EVENT_READ, report)
-        self._selector.register(connection, selectors.EVENT_READ, kill)
+        rank = ForkedRank(pid, os.pidfd_open(pid), connection, request.process)
+        self._ranks.append(rank)
+        self._selector.register(rank.descriptor, selectors.EVENT_READ, rank.report_end)
+        self._selector.register(connection, selectors.EVENT_READ, rank.kill)
         with suppress(OSError):  # what asked for it has ended
             connection.send(b"%d" % pid)
         return None
 
-    def _kill(self, connection: socket.socket) -> None:
-        """Kill a rank, as what has stood for it is gone; that it has ended is noticed as ever."""
-        if connection in self._pids:
-            os.kill(self._pids[connection], signal.SIGKILL)
-
-    def _report(self, connection: socket.socket, process: int) -> None:
-        """Report how a rank has ended."""
-        _, status = os.waitpid(self._pids.pop(connection), 0)
-        with suppress(OSError):
-            connection.send(b"%d" % os.waitstatus_to_exitcode(status))
-        for ended in (process, connection):
+    def _forget(self, rank: ForkedRank) -> None:
+        """Forget a rank that has ended."""
+        self._ranks.remove(rank)
+        for ended in (rank.descriptor, rank.connection):
             self._selector.unregister(ended)
-        _close([process, connection.detach()])
+        _close([rank.descriptor, rank.connection.detach()])
 
 
 def _close(descriptors: Sequence[int]) -> None:
@@ -176,7 +208,6 @@ def _close(descriptors: Sequence[int]) -> None:
 
 def become(request: RankRequest, program: str) -> None:
     """Make this process what the one that has asked for it would have become."""
-    os.setpgid(0, 0)
     os.umask(request.umask)
     os.chdir(request.folder)
     for number in PASSED_ON:

@@ -57,6 +57,8 @@ class RankRequest:
     blocked: list[int]
     """Signals that are blocked."""
     umask: int
+    process: int
+    """Its pid."""
     launcher: int
     """The pid of the process that has started it."""
 
@@ -115,6 +117,7 @@ def _request(blocked: Iterable[int]) -> RankRequest:
         ignored=[number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN],
         blocked=sorted(blocked),
         umask=umask,
+        process=os.getpid(),
         launcher=os.getppid(),
     )
 

@@ -196,7 +196,7 @@ MPI_PICKLING = {
 NO_COMMUNICATORS = {
     *("host", "super()"),  # HostOperations
     "library",  # a vendor's process group
-    "connection",  # a socket
+    *("connection", "self.connection"),  # sockets
     "self._messages('send')",  # Mailbox
     "type(self)",  # WeightedSum, whose hook DDP is given
     *("config", "self.config", "run.config"),  # TrainConfig: --allreduce
