@@ -283,9 +283,9 @@ class ExpertTimes:
 
     def exact_step(self, loads: Loads) -> tuple[float, np.ndarray]:
         """Return the seconds of a single candidate's step, and those of each rank's own work."""
-        finish, own = self._finish(loads, None)
+        finish, work_sec = self._finish(loads, None)
         step = float(finish.max(-1).sum(-1)[0] + loads.update_sec.max(-1)[0])
-        rank_sec = own.sum(1)[0] + loads.update_sec[0]
+        rank_sec = work_sec.sum(1)[0] + loads.update_sec[0]
         return max(0.0, step + self._job.residual_sec), rank_sec
 
     def computing(self, loads: Loads) -> tuple[np.ndarray, np.ndarray]:

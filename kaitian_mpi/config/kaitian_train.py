@@ -159,10 +159,10 @@ class TrainConfig(TrainingConfig):
     def _check_names(self) -> None:
         super()._check_names()
         known_names = ("model", self.model, MODELS), ("dataset", self.dataset, DATASETS)
-        for flag, name, known in known_names:
-            if name not in known and ":" not in name:
+        for flag, name, built_in in known_names:
+            if name not in built_in and ":" not in name:
                 raise UserError(
-                    f"--{flag}: there is no {flag} {name!r}; give {', '.join(known)} or "
+                    f"--{flag}: there is no {flag} {name!r}; give {', '.join(built_in)} or "
                     "module:factory"
                 )
         if self.nesterov and self.momentum == 0:

@@ -111,17 +111,17 @@ def pending_in(arguments: Any) -> list[PendingParameter]:
     return pending
 
 
-def _find_pending(value: Any, found: list[PendingParameter]) -> None:
+def _find_pending(value: Any, pending: list[PendingParameter]) -> None:
     kind = type(value)
     # torch's parameters answer `isinstance` in Python, which takes longer than a small function.
     if PendingParameter in kind.__mro__:
-        found.append(value)
+        pending.append(value)
     elif issubclass(kind, list | tuple):
         for element in value:
-            _find_pending(element, found)
+            _find_pending(element, pending)
     elif issubclass(kind, dict):
         for element in value.values():
-            _find_pending(element, found)
+            _find_pending(element, pending)
 
 
 def is_compiled(module: nn.Module) -> bool:

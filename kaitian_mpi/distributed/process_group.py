@@ -88,8 +88,9 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         streams = SideStreams(world.device if has_library else None)
         select_device = partial(world.device_kind.select, world.device_index)
         self._make_thread = partial(CommunicationThread, select_device=select_device)
-        own = streams, self._arrivals.begins, self._make_thread
-        self._worker = Worker(f"kaitian-{self._name}", *own)
+        self._worker = Worker(
+            f"kaitian-{self._name}", streams, self._arrivals.begins, self._make_thread
+        )
         self._libraries: list[VendorLibrary] = []
         if has_library:
             from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
@@ -130,10 +131,11 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             return HostOperations(self.comms.world, self._arrivals, self.links, self.relay)
         from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
 
-        own = self._arrivals, self.links, self.relay
         groups = [[infos[rank] for rank in group.ranks] for group in self.comms.groups]
         joins_ranks = any(len(group) > 1 and are_joined_by_library(group) for group in groups)
-        return HybridOperations(self.comms, self._libraries, *own, joins_ranks)
+        return HybridOperations(
+            self.comms, self._libraries, self._arrivals, self.links, self.relay, joins_ranks
+        )
 
     @property
     def pg_name(self) -> str:

@@ -171,12 +171,12 @@ class Task:
 
     def _given_optimizers(self, model: nn.Module) -> Any:
         """Return the optimizers that the task was given, or copies of them for a copy of it."""
-        given: Any = self.optimizer
+        original: Any = self.optimizer
         if model is self.model:
-            return given
+            return original
         pairs = zip(self.model.parameters(), model.parameters(), strict=True)
         memo: dict[int, Any] = {id(parameter): copied for parameter, copied in pairs}
-        optimizers = [given] if isinstance(given, Optimizer) else given
+        optimizers = [original] if isinstance(original, Optimizer) else original
         return [_copy_optimizer(optimizer, memo) for optimizer in optimizers]
 
     @property

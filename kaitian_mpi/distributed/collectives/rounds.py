@@ -163,8 +163,8 @@ def all_gather_in_rounds(
         pairwise.exchange(comm, [*sent] * comm.size, targets)
 
     relay.exchange_in_rounds(rounds, exchange)
-    for given, piece in zip(dense, others, strict=True):
-        from_host(given, piece)
+    for gathered, piece in zip(dense, others, strict=True):
+        from_host(gathered, piece)
     target = pieces[comm.rank].detach()
     if target.data_ptr() != tensor.data_ptr():
         target.copy_(tensor.detach().view(target.shape))

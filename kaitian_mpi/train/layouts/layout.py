@@ -53,9 +53,9 @@ class Layout(ABC):
 
     @abstractmethod
     def find_profiles(
-        self, config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
+        self, config: TrainingConfig, world: World, setup: Setup, earlier: Mapping[str, Profile]
     ) -> Profiles:
-        """Return the ranks' profiles: those `known`, benchmarked, or unmeasured. Collective."""
+        """Return the ranks' profiles: of an `earlier` job, benchmarked, or none. Collective."""
 
     @abstractmethod
     def make_state(

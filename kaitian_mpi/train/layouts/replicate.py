@@ -20,9 +20,9 @@ class ReplicateLayout(Layout):
     divides_state = False
 
     def find_profiles(
-        self, config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
+        self, config: TrainingConfig, world: World, setup: Setup, earlier: Mapping[str, Profile]
     ) -> Profiles:
-        return find_profiles(config, world, setup, known)
+        return find_profiles(config, world, setup, earlier)
 
     def make_state(
         self, config: TrainingConfig, setup: Setup, computation: Computation, total_steps: int

@@ -101,9 +101,11 @@ def choose_allreduce(
     measured = choose_algorithm(group, request, [n // 4 for n in buckets], world.device, wire)
     crosses = group.measure_links()
     if wire != "fp32":
-        text = f"{wire} has no effect, as no gradient crosses between hosts in host memory"
-        text = f"gradients cross between hosts as {wire}" if crosses else text
-        print_rank_0(world, f"wire: {text}")
+        if crosses:
+            effect = f"gradients cross between hosts as {wire}"
+        else:
+            effect = f"{wire} has no effect, as no gradient crosses between hosts in host memory"
+        print_rank_0(world, f"wire: {effect}")
     if group.has_one_group:
         is_all = world.size == world.started
         there = "there is only one device kind" if is_all else "the ranks here are of one kind"

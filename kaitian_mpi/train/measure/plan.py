@@ -138,7 +138,7 @@ def find_profiles(
     config: TrainingConfig,
     world: World,
     setup: Setup,
-    known: Mapping[str, Profile],
+    earlier: Mapping[str, Profile],
     reserved: int | None = None,
     part: str = "",
 ) -> Profiles:
@@ -150,13 +150,13 @@ def find_profiles(
         config: the run's.
         world: the ranks.
         setup: of the task.
-        known: an earlier job's profiles, by place.
+        earlier: an earlier job's profiles, by place.
         reserved: the bytes of this rank that the training takes besides a step, if the model
             itself is timed; None: a copy of it is, with an optimizer of its own.
         part: what of the model is timed, if it is not all.
     """
     min_batch = find_min_batch(config, world, setup, copies=reserved is None)
-    remembered = remembered_profiles(config, world, known, min_batch)
+    remembered = remembered_profiles(config, world, earlier, min_batch)
     if remembered is not None:
         return remembered
     if config.balance == "off" or setup.task.loss is None:
@@ -172,13 +172,13 @@ def find_profiles(
 
 
 def remembered_profiles(
-    config: TrainingConfig, world: World, known: Mapping[str, Profile], min_batch: int
+    config: TrainingConfig, world: World, earlier: Mapping[str, Profile], min_batch: int
 ) -> Profiles | None:
     """Return an earlier job's profiles, if it had all of these ranks. Not collective."""
     places = [info.place for info in world.infos]
     # The profiles of an earlier job with `--balance off` have no costs.
-    if all(p in known and (known[p].cost or config.balance == "off") for p in places):
-        return Profiles(known, min_batch, are_remembered=True)
+    if all(p in earlier and (earlier[p].cost or config.balance == "off") for p in places):
+        return Profiles(earlier, min_batch, are_remembered=True)
     return None
 
 

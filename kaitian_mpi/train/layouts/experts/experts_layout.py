@@ -82,10 +82,10 @@ class ExpertsLayout(Layout):
         return setup
 
     def find_profiles(
-        self, config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
+        self, config: TrainingConfig, world: World, setup: Setup, earlier: Mapping[str, Profile]
     ) -> Profiles:
         with without_experts():
-            return find_profiles(config, world, setup, known, part="all but experts")
+            return find_profiles(config, world, setup, earlier, part="all but experts")
 
     def make_state(
         self, config: TrainingConfig, setup: Setup, computation: Computation, total_steps: int

@@ -303,11 +303,11 @@ class Routes:
 
 def _join_kind(world: World) -> tuple[Any, list[int]]:
     """Return the group of this rank's kind, if a library joins it, and its ranks. Collective."""
-    own: tuple[Any, list[int]] = (None, [])
+    group_and_ranks: tuple[Any, list[int]] = (None, [])
     for kind in sorted(set(world.kinds)):
         ranks = [rank for rank, other in enumerate(world.kinds) if other == kind]
         if len(ranks) > 1 and are_joined_by_library([world.infos[rank] for rank in ranks]):
             group = dist.new_group(ranks)
             if world.rank in ranks:
-                own = group, ranks
-    return own
+                group_and_ranks = group, ranks
+    return group_and_ranks

@@ -54,11 +54,11 @@ class PipelineLayout(Layout):
         return cls(find_facts(config, setup, world, takes_alike=config.balance == "off"))
 
     def find_profiles(
-        self, config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
+        self, config: TrainingConfig, world: World, setup: Setup, earlier: Mapping[str, Profile]
     ) -> Profiles:
         # Its layers are measured; no rank may have the memory for a step of the whole model.
         min_batch = min_batch_by_layers(setup.task.model)
-        remembered = remembered_profiles(config, world, known, min_batch)
+        remembered = remembered_profiles(config, world, earlier, min_batch)
         return remembered or unmeasured_profiles(config, world, min_batch)
 
     def make_state(

@@ -69,9 +69,9 @@ class ShardLayout(Layout):
         return replace(setup, trial_values=sharded_model.with_random_values)
 
     def find_profiles(
-        self, config: TrainingConfig, world: World, setup: Setup, known: Mapping[str, Profile]
+        self, config: TrainingConfig, world: World, setup: Setup, earlier: Mapping[str, Profile]
     ) -> Profiles:
-        return find_profiles(config, world, setup, known, self._reserved)
+        return find_profiles(config, world, setup, earlier, self._reserved)
 
     def make_state(
         self, config: TrainingConfig, setup: Setup, computation: Computation, total_steps: int

@@ -379,8 +379,8 @@ def _move(
 def _sources(comm: MPI.Intracomm, keys: Iterable[Key]) -> dict[int, list[tuple[int, int, int]]]:
     """Return by parameter which rank has which rows, as their first one and end. Collective."""
     sources: dict[int, list[tuple[int, int, int]]] = {}
-    for rank, known in enumerate(gather_values(comm, [*keys])):
-        for number, begin, end in known:
+    for rank, rank_keys in enumerate(gather_values(comm, [*keys])):
+        for number, begin, end in rank_keys:
             sources.setdefault(number, []).append((rank, begin, end))
     return sources
 
