@@ -55,7 +55,7 @@ class Layout(ABC):
     def find_profiles(
         self, config: TrainingConfig, world: World, setup: Setup, earlier: Mapping[str, Profile]
     ) -> Profiles:
-        """Return the ranks' profiles: of an `earlier` job, benchmarked, or none. Collective."""
+        """Return profiles: an `earlier` job's, benchmarked, or unmeasured ones. Collective."""
 
     @abstractmethod
     def make_state(

@@ -73,7 +73,7 @@ def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) 
     def stop(call: ModelCall) -> None:
         raise StoppedError(call)
 
-    # As a loss may take entries out of its batch, and is called for it once more.
+    # A copy: a loss may take entries out of its batch, for which it is called once more.
     batch = tree_map(lambda leaf: leaf, batch)
     try:
         function(_StandIn(model, stop), batch)
