@@ -10,7 +10,9 @@ Prints, with shares 3:1 of a GPT's gradients and optimizer state:
              and with sharded parameters: the median over the pairs of neighboring steps, and the
              quartiles
     save     the seconds in which rank 0 alone saves an optimizer's state that others own in part /
-             those for a state of its own
+             those for a state of its own; and the largest of rank 0's peaks of memory in which it
+             saves the optimizer's and the model's state, beyond that of stock DDP's, in units of
+             the largest parameter
     adaptive the step of `kaitian-run --adaptive --layout shard` / that of `--adaptive` alone, where
              rank 1 is three times slower and the ranks own equal shares
     memory   each rank's peak of memory beyond that before, with sharded parameters and a model
@@ -24,6 +26,7 @@ World rank 0 prints.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import statistics
 import tempfile
@@ -43,6 +46,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from kaitian_mpi import init
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, without_mirrors
+from kaitian_mpi.devices.cpu import M_MMAP_THRESHOLD
 from kaitian_mpi.integrations.adaptive import install
 from kaitian_mpi.integrations.shard import trainer_shards
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
@@ -54,6 +58,7 @@ from kaitian_mpi.train.layouts.shard.memory_budget import USUAL_STATES, is_worth
 
 VOCABULARY, LENGTH = 256, 32
 _EVERY_SEC = 2e-3
+_LARGE_BYTES = 1 << 16
 _STEPS_PER_EPOCH = 50
 _STEPS_TO_FOLLOW = 30
 _SLOWDOWN = 3
@@ -85,11 +90,30 @@ class Trainer:
         dist.barrier()
         began = time.perf_counter()
         if dist.get_rank() == 0:
-            with tempfile.TemporaryDirectory() as folder:
-                torch.save(self.optimizer.state_dict(), Path(folder, "optimizer.pt"))
+            write(self.optimizer.state_dict())
         seconds = torch.tensor(time.perf_counter() - began)
         dist.broadcast(seconds, 0)
         return seconds.item()
+
+    def save_peak_mb(self) -> float:
+        """Let rank 0 save both states, and return its peak of memory beyond that before."""
+        peak_mb = torch.zeros(())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            gc.collect()
+            present = own_memory_mb()
+            with Peak() as peak:
+                write(self.optimizer.state_dict())
+                write(self.model.module.state_dict())
+            peak_mb += peak.mb - present
+        dist.broadcast(peak_mb, 0)
+        return peak_mb.item()
+
+
+def write(content: object) -> None:
+    """Write a file of torch.save, and delete it."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(content, Path(folder, "saved.pt"))
 
 
 class AdaptiveTrainer(Trainer):
@@ -245,6 +269,16 @@ def make_trainers(world: World, options: argparse.Namespace) -> dict[str, Traine
     return trainers
 
 
+def compare_peaks(trainers: dict[str, Trainer]) -> None:
+    """Print rank 0's peaks of memory in saves beyond stock DDP's, by the largest parameter."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, _LARGE_BYTES)  # freed memory is returned
+    largest_mb = max(p.nbytes for p in trainers["stock"].model.module.parameters()) / 1e6
+    peaks = in_turns({name: trainer.save_peak_mb for name, trainer in trainers.items()}, 5)
+    for name in ("whole", "sharded") if dist.get_rank() == 0 else ():
+        beyond = max(peaks[name]) - max(peaks["stock"])
+        print(f"save: {name} - stock {beyond / largest_mb:.2f} of the largest parameter's memory")
+
+
 def main() -> None:
     """Run the comparisons; world rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -281,6 +315,8 @@ def main() -> None:
             ratio = quartiles(ratios(seconds[name], seconds["stock"]))
             median = statistics.median(seconds[name])
             print(f"{section}: {name} / stock {ratio}, {median:.3f} s")
+        if section == "save":
+            compare_peaks(trainers)
     dist.destroy_process_group()
 
 

@@ -4,18 +4,31 @@ import copy
 import gc
 import io
 import pickle
+import random
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from choices import by_default
 from test_memory import MB, in_memory
-from test_trainer_shards import Data, Net, Tied, adamw, give, installed, step_once  # noqa: F401
+from test_trainer_shards import (  # noqa: F401
+    Data,
+    Net,
+    Tied,
+    adamw,
+    give,
+    installed,
+    loss_of,
+    step_once,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard import extend_ddp
 from kaitian_mpi.integrations.shard.owners_value import OwnersValue
 
 pytestmark = pytest.mark.thorough(4)
@@ -256,3 +269,55 @@ def test_an_optimizer_without_a_step_is_saved(world, owners):
     _, optimizer, _ = trained(world, steps=0)
     assert loaded(optimizer.state_dict())["state"] == {}
     dist.barrier()
+
+
+@also_whole
+@pytest.mark.parametrize("saves", by_default([8, 100], [8]))
+def test_saves_at_random_moments_have_the_values_of_their_step(world, owners, shared_path, saves):
+    """While the others are in a forward or a backward; bit by bit what the owners had."""
+    (shards,) = extend_ddp._active
+    model = Lower()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = adamw([{"params": [p]} for p in model.parameters()], amsgrad=True)
+    moments, kept = random.Random(world.rank), []
+    for step in range(saves):
+        x, y = Data(world, True)(step)
+        loss = loss_of(ddp(x), y)
+        if (
+            world.rank == 0 and step and moments.random() < 0.3
+        ):  # between a forward and its backward
+            save(model, optimizer, shared_path / f"{step - 1}.pt")
+        time.sleep(moments.choice([0, 0, 0.001, 0.004]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        kept.append(own_rows(shards.model_of(model.last.weight), shards.optimizer_of(optimizer)))
+        time.sleep(moments.choice([0, 0, 0.001, 0.004]))
+        if world.rank == 0:
+            save(model, optimizer, shared_path / f"{step}.pt")
+    torch.save(kept, shared_path / f"rows_{world.rank}.pt")
+    dist.barrier()
+    of_ranks = [torch.load(shared_path / f"rows_{rank}.pt") for rank in range(world.size)]
+    for step in range(saves) if world.rank == 0 else ():
+        saved = torch.load(shared_path / f"{step}.pt", weights_only=True)
+        for pieces in of_ranks:
+            for number, name, begin, end, rows in pieces[step]:
+                values = saved[1]["state"][number][name] if name else [*saved[0].values()][number]
+                assert torch.equal(values[begin:end], rows), (step, number, name)
+    dist.barrier()
+
+
+def save(model, optimizer, path):
+    torch.save((model.state_dict(), optimizer.state_dict()), path)
+
+
+def own_rows(owned, optimizer):
+    """Return copies of a rank's rows of all parameters, and of their states."""
+    state = optimizer.own_state()
+    return [
+        (number, name, part.begin, part.end, value.detach().clone())
+        for number in range(len(owned.parameters))
+        for part, target in owned.rows.parts_of(number)
+        for name, value in [("", target), *state.get(target, {}).items()]
+        if name != "step"
+    ]

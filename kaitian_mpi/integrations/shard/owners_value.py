@@ -22,6 +22,7 @@ class ValueSource:
 
     Attributes:
         like: a tensor on meta of the same shape, strides and dtype.
+        read_into: reads the values from their owners into a tensor. Not collective.
         version: returns what is another one once the values have changed.
     """
 
@@ -42,20 +43,13 @@ class ValueSource:
         """
         self.like = like
         self.version = version
-        self._read_into = read_into
+        self.read_into = torch.no_grad()(read_into)
         self._allocate = allocate
 
     def read_to_keep(self) -> torch.Tensor:
         """Return the values, in memory for as long as a script may keep a state dict."""
-        return self._read(self._allocate(self.like))
-
-    def read_to_write(self) -> torch.Tensor:
-        """Return the values, in memory for as long as they are written to a file."""
-        return self._read(torch.empty_like(self.like, device="cpu"))
-
-    @torch.no_grad()
-    def _read(self, values: torch.Tensor) -> torch.Tensor:
-        self._read_into(values)
+        values = self._allocate(self.like)
+        self.read_into(values)
         return values
 
 

@@ -8,11 +8,14 @@ real storage, in its place among the others.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any, Protocol
 
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
+from kaitian_mpi.distributed.pending_parameter import memory_users
 from kaitian_mpi.errors import UserError
 
 
@@ -26,8 +29,45 @@ class SavedValues(Protocol):
     def version(self) -> Any:
         """Return what is another one once the values have changed."""
 
-    def read_to_write(self) -> torch.Tensor:
-        """Return the values in memory of their own."""
+    def read_into(self, values: torch.Tensor) -> None:
+        """Read the values into a tensor in host memory."""
+
+
+class SavedMemory:
+    """Host memory for one storage after the other of what is saved."""
+
+    def __init__(self) -> None:
+        """Take no memory yet."""
+        self._bytes = 0
+        self._memory: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def expect(self, size: int) -> None:
+        """Be large enough for a storage of so many bytes."""
+        self._bytes = max(self._bytes, size)
+
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for a tensor like another one: the former one's, if that is not in use."""
+        with self._lock:
+            memory = self._memory
+            if memory is None or memory.nbytes < like.nbytes or memory_users(memory) > 1:
+                self._memory = memory = None
+                self._memory = memory = torch.empty(self._bytes, dtype=torch.uint8)
+            return memory[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+
+
+_memory_of_saves: weakref.WeakValueDictionary[int, SavedMemory] = weakref.WeakValueDictionary()
+"""By the thread that saves; the storages of a save keep it."""
+
+
+def _join_save(size: int) -> SavedMemory:
+    """Return the memory of this thread's save for one more storage, or that of a new save."""
+    thread = threading.get_ident()
+    memory = _memory_of_saves.get(thread)
+    if memory is None:
+        memory = _memory_of_saves[thread] = SavedMemory()
+    memory.expect(size)
+    return memory
 
 
 class SavedStorage:
@@ -43,6 +83,7 @@ class SavedStorage:
         """Stand for the storage of the values of now."""
         self._values = values
         self._version = values.version()
+        self._memory = _join_save(values.like.nbytes)
 
     @property
     def _cdata(self) -> int:
@@ -63,13 +104,20 @@ class SavedStorage:
         Raises:
             UserError: they have changed since this was made.
         """
-        values = self._values.read_to_write()
+        return self._read(self._memory.empty(self._values.like))
+
+    def read(self) -> UntypedStorage:
+        """Return the storage as `cpu` does, in memory that nothing else uses later."""
+        return self._read(torch.empty_like(self._values.like, device="cpu"))
+
+    def _read(self, values: torch.Tensor) -> UntypedStorage:
+        self._values.read_into(values)
         if self._values.version() != self._version:
             raise UserError(
                 "--layout shard: values have changed while they were saved; save between "
                 "optimizer.step() and the next backward(), and not from another thread"
             )
-        return values.untyped_storage()
+        return values.untyped_storage()[: values.nbytes]
 
     def _write_file(self, *arguments: Any) -> None:
         """Write the values, as the format of before torch 1.6 does."""
@@ -90,7 +138,7 @@ class TypedSavedStorage(TypedStorage):
 
     def __reduce__(self) -> Any:
         """Return what a pickler makes of the real storage, if it is not that of `torch.save`."""
-        storage: Any = self._untyped_storage.cpu()
+        storage: Any = self._untyped_storage.read()  # type: ignore[attr-defined]
         return TypedStorage(wrap_storage=storage, dtype=self.dtype, _internal=True).__reduce__()
 
 

@@ -204,12 +204,14 @@ def _is_large(value: Any) -> bool:
 
 def _like(forms: Sequence[Form]) -> torch.Tensor:
     """Return a tensor on meta as that of tensors of these forms, concatenated by rows."""
-    return torch.cat(
-        [
-            torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-            for dtype, shape, strides in forms
-        ]
-    )
+    tensors = [
+        torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        for dtype, shape, strides in forms
+    ]
+    if all(tensor.is_contiguous() for tensor in tensors):  # concatenation on meta is slow
+        shape = sum(map(len, tensors)), *tensors[0].shape[1:]
+        return torch.empty(shape, dtype=tensors[0].dtype, device="meta")
+    return torch.cat(tensors)
 
 
 def _only_version() -> int:
