@@ -28,6 +28,8 @@ from shared.emulated_hosts import EmulatedHosts
 from shared.launch import AS_ROOT, ENVIRONMENT, PYTHON
 from shared.processes import parent_of, rank_of, standing_for
 
+from kaitian_mpi.runtime.forked_rank import FORK
+
 SURVIVING = ("--with-ft", "ulfm")
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 _HERE = Path(__file__).parent
@@ -76,7 +78,7 @@ def start(
     # Open MPI (5.0.11) names the files in it by 16 bits of the job's name: two of the thousand jobs
     # of a test run would have the same, and crash.
     own = {"OMPI_MCA_btl_sm_backing_directory": tempfile.mkdtemp(dir=_shared_memory())}
-    own["PYTHONPATH"] = f"{PLANTED}:{_HERE.parent}"
+    own |= {"PYTHONPATH": f"{PLANTED}:{_HERE.parent}", FORK: "0"}
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=cwd,
@@ -165,7 +167,7 @@ def write_launching_program(folder: Path, name: str) -> Path:
     launcher = shlex.join([PYTHON, "-c", code])
     program.write_text(
         f'#!/bin/sh\nif [ -n "$OMPI_COMM_WORLD_RANK" ]; then exec {ranks} "$@"; fi\n'
-        f'KAITIAN_FORK_RANKS=0 exec {launcher} "$@"\n'
+        f'exec {launcher} "$@"\n'
     )
     program.chmod(0o755)
     return program
@@ -343,12 +345,15 @@ class Job:
 
 
 class LaunchedJob(Job):
-    """A job of a command that starts mpirun itself, such as `kaitian-train -n 2`."""
+    """A job of a command that starts mpirun itself, such as `kaitian-train -n 2`.
+
+    It forks its ranks itself; other tests have the ranks forked as those of mpirun are.
+    """
 
     _starts_launcher = True
 
     def __init__(self, *command: str, cwd: Path, **env: str) -> None:
-        self._start(*command, cwd=cwd, env=env)
+        self._start(*command, cwd=cwd, env={FORK: "1", **env})
 
     def started(self) -> list[psutil.Process]:
         """Return all processes that the command has started."""

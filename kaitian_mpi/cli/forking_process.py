@@ -1,4 +1,4 @@
-"""Loads torch once and forks the ranks of `kaitian-train -n` and `kaitian-run -n`.
+"""Loads torch once and forks the ranks of `kaitian-train -n`, and of the other commands' `-n`.
 
 Started beside mpirun; ends when mpirun and its ranks have ended. Ranks that it does not fork, as it
 may not or has failed, load torch themselves. It forks none where an accelerator may be: a driver
@@ -35,12 +35,14 @@ from kaitian_mpi.runtime.launcher import Launch, prepare_environment
 from kaitian_mpi.runtime.start_watch_process import read_stat
 from kaitian_mpi.runtime.system import die_with_parent, set_launcher, usable_cores
 
+_TO_TRAIN = (
+    "kaitian_mpi.distributed.startup",
+    "kaitian_mpi.recipes.image_classification",
+    "kaitian_mpi.train.training",
+)
 _LOADED = {
-    "kaitian_mpi.cli.train": (
-        "kaitian_mpi.distributed.startup",
-        "kaitian_mpi.recipes.image_classification",
-        "kaitian_mpi.train.training",
-    ),
+    "kaitian_mpi.cli.train": _TO_TRAIN,
+    "kaitian_mpi.cli.plan": _TO_TRAIN,
     "kaitian_mpi.cli.run": ("kaitian_mpi.distributed.startup",),
 }
 """What ranks load later, by the module that they run."""

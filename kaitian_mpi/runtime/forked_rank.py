@@ -1,8 +1,8 @@
 """Lets another process fork a rank, and stands for the rank until it ends. Imports little.
 
-`kaitian-train -n` and `kaitian-run -n` start a process beside mpirun that loads torch once and then
-forks the ranks, see `cli/forking_process.py`: on the few cores of a host without accelerators, most
-of a start is that each rank loads the same modules. mpirun starts the command as ever; its process
+A command that starts mpirun itself (`-n`) also starts a process that loads torch once and forks the
+ranks, see `cli/forking_process.py`: on the few cores of a host without accelerators, most of a
+start is that each rank loads the same modules. mpirun starts the command as ever; its process
 passes on what it was started with, and then its signals, and ends as the rank does.
 """
 
@@ -18,10 +18,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from kaitian_mpi.runtime import FORKS_AT
 from kaitian_mpi.runtime.system import die_with_parent
-
-FORKS_AT = "KAITIAN_FORKS_AT"
-"""The variable with the name of the forking process's socket; a rank without it loads torch."""
 
 FORK = "KAITIAN_FORK_RANKS"
 """The user's variable: if it is 0, each rank loads torch."""

@@ -24,7 +24,8 @@ from pathlib import Path
 if __name__ == "__main__":  # without site-packages, which take longer to find than all the rest
     sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
 
-from kaitian_mpi.runtime.forked_rank import FORKS_AT, address_of
+from kaitian_mpi.runtime import FORKS_AT
+from kaitian_mpi.runtime.forked_rank import address_of
 from kaitian_mpi.runtime.system import die_with_parent
 from kaitian_mpi.supervise.mpirun_output import MpirunOutput
 

@@ -9,6 +9,8 @@ import psutil
 from jobs import EVEN, SOON_SEC, LaunchedJob, summary_of
 from shared.processes import assert_gone
 
+from kaitian_mpi.runtime.forked_rank import FORK
+
 TRAIN = ["kaitian-train", "-n", "2", "--model", "planted:Slow", *EVEN]
 
 
@@ -27,7 +29,7 @@ def test_forked_ranks_train_as_others_do(tmp_path):
         folder = tmp_path / forks
         folder.mkdir()
         command = [*TRAIN, "--max-steps", "3", "--seed", "1"]
-        with LaunchedJob(*command, cwd=folder, KAITIAN_FORK_RANKS=forks) as job:
+        with LaunchedJob(*command, cwd=folder, **{FORK: forks}) as job:
             job.wait_for("step 1/")
             ranks = job.rank_pids()
             forking = forking_process(job)
@@ -39,13 +41,18 @@ def test_forked_ranks_train_as_others_do(tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_what_ends_for_a_rank_ends_it_and_no_rank_outlives_what_forks(tmp_path):
+def test_what_stands_for_a_rank_stops_and_ends_it_and_no_rank_outlives_what_forks(tmp_path):
     with LaunchedJob(*TRAIN, "--max-steps", "400", cwd=tmp_path) as job:
         job.wait_for("step 2/")
         started = [process.pid for process in job.started()]
         rank = job.rank_pids()[1]
-        stands_for = [pid for pid in started if name_of(pid) == f"for-{rank}"]
-        os.kill(stands_for[0], signal.SIGKILL)
+        (stands_for,) = [pid for pid in started if name_of(pid) == f"for-{rank}"]
+        process = psutil.Process(rank)
+        os.kill(stands_for, signal.SIGSTOP)  # as for a Ctrl-Z, by mpirun
+        job.wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "the rank is not stopped")
+        os.kill(stands_for, signal.SIGCONT)
+        job.wait_for("step ")
+        os.kill(stands_for, signal.SIGKILL)
         job.wait_for(r"rank 1 \(.*\) was lost")
         assert_gone([rank], SOON_SEC)
         job.wait_for("step ")

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from kaitian_mpi.devices import drivers
-from kaitian_mpi.runtime import forked_rank
-from kaitian_mpi.runtime.forked_rank import FORKS_AT, RankRequest, address_of
+from kaitian_mpi.runtime import FORKS_AT, forked_rank
+from kaitian_mpi.runtime.forked_rank import RankRequest, address_of
 
 LONGEST_SEC = 60
 # A rank that is not forked ends with code 7.
