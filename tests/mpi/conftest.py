@@ -17,12 +17,23 @@ from mpi_session import LAUNCH
 import kaitian_mpi
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.layouts import links
+from kaitian_mpi.train.layouts.pipeline import layer_timer
 
 
 @pytest.fixture(scope="session")
 def world() -> World:
     kinds = ",".join("even" if rank % 2 == 0 else "odd" for rank in range(LAUNCH.world_size))
     return kaitian_mpi.init(emulate_kinds=kinds)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _short_trials() -> Iterator[None]:
+    """Time optimizers and links briefly: by any plan that follows, trainings have to be right."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_timer, "_TRIAL_NUMBERS", (1 << 14, 1 << 16))
+        patch.setattr(links, "_MAX_ROUNDS", 10)
+        yield
 
 
 @pytest.fixture
