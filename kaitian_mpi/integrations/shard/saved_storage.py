@@ -2,8 +2,8 @@
 
 `torch.save` pickles tensors without their storages, notes these by `persistent_id`, and writes them
 at its end, each copied to the host by its `cpu()` before: see `torch.serialization._save`. So a
-storage may be read from its owners then, and freed before the next one. Any other pickler gets a
-real storage, in its place among the others.
+storage may be read from its owners then, and freed before the next one. Any other pickler
+gets the bytes of an older format, as from each of torch's typed storages.
 """
 
 from __future__ import annotations
@@ -104,13 +104,7 @@ class SavedStorage:
         Raises:
             UserError: they have changed since this was made.
         """
-        return self._read(self._memory.empty(self._values.like))
-
-    def read(self) -> UntypedStorage:
-        """Return the storage as `cpu` does, in memory that nothing else uses later."""
-        return self._read(torch.empty_like(self._values.like, device="cpu"))
-
-    def _read(self, values: torch.Tensor) -> UntypedStorage:
+        values = self._memory.empty(self._values.like)
         self._values.read_into(values)
         if self._values.version() != self._version:
             raise UserError(
@@ -135,11 +129,6 @@ class TypedSavedStorage(TypedStorage):
         """Stand for a storage of elements of a dtype."""
         self._untyped_storage = storage  # type: ignore[assignment]
         self.dtype = dtype
-
-    def __reduce__(self) -> Any:
-        """Return what a pickler makes of the real storage, if it is not that of `torch.save`."""
-        storage: Any = self._untyped_storage.read()  # type: ignore[attr-defined]
-        return TypedStorage(wrap_storage=storage, dtype=self.dtype, _internal=True).__reduce__()
 
 
 def standing_in(values: SavedValues, protocol: Any) -> Any:
