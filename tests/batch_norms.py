@@ -38,22 +38,22 @@ def shares_of(world, batches):
 
 def train_steps(model, batches):
     """Return the gradients of each step, and the buffers."""
-    found = []
+    tensors = []
     for batch in batches:
         model.zero_grad()
         batch = batch.clone().requires_grad_()
         output = model(batch)
         loss = output.mean() if len(output) else output.sum()
         loss.backward()
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return found + list(model.buffers())
+        tensors += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return tensors + list(model.buffers())
 
 
 def assert_close(ours, theirs, tolerance=1e-12):
-    for own, other in zip(ours, theirs, strict=True):
-        assert own.dtype == other.dtype
+    for tensor, other in zip(ours, theirs, strict=True):
+        assert tensor.dtype == other.dtype
         scale = max(1.0, float(other.double().abs().max()))
-        assert (values(own).double() - other.double()).abs().max() <= tolerance * scale
+        assert (values(tensor).double() - other.double()).abs().max() <= tolerance * scale
 
 
 def check_any_split(world, norm=nn.BatchNorm2d, shape=(4, 3), tolerance=1e-12, **options):
@@ -65,8 +65,8 @@ def check_any_split(world, norm=nn.BatchNorm2d, shape=(4, 3), tolerance=1e-12, *
     batches = [torch.randn(9, 4, *shape).double() for _ in SPLITS[world.size]]
     if norm is nn.BatchNorm2d:
         batches = [batch.contiguous(memory_format=torch.channels_last) for batch in batches]
-    found = train_steps(wrapped, shares_of(world, batches))
-    assert_close(found, train_steps(alone, batches), tolerance)
+    trained = train_steps(wrapped, shares_of(world, batches))
+    assert_close(trained, train_steps(alone, batches), tolerance)
     ours.eval()
     alone.eval()
     with torch.no_grad():  # not collective

@@ -45,8 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if os.environ.get("KAITIAN_TEST_THOROUGH") != "no":  # which bin/test sets otherwise
         return
     ranks = _LAUNCH.world_size
-    config.hook.pytest_deselected(items=[each for each in items if is_thorough(ranks, each)])
-    items[:] = [each for each in items if not is_thorough(ranks, each)]
+    config.hook.pytest_deselected(items=[item for item in items if is_thorough(ranks, item)])
+    items[:] = [item for item in items if not is_thorough(ranks, item)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -77,12 +77,12 @@ def start(
 ) -> subprocess.Popen[str]:
     # Open MPI (5.0.11) names the files in it by 16 bits of the job's name: two of the thousand jobs
     # of a test run would have the same, and crash.
-    own = {"OMPI_MCA_btl_sm_backing_directory": tempfile.mkdtemp(dir=_shared_memory())}
-    own |= {"PYTHONPATH": f"{PLANTED}:{_HERE.parent}", FORK: "0"}
+    variables = {"OMPI_MCA_btl_sm_backing_directory": tempfile.mkdtemp(dir=_shared_memory())}
+    variables |= {"PYTHONPATH": f"{PLANTED}:{_HERE.parent}", FORK: "0"}
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=cwd,
-        env={**ENVIRONMENT, **own, **(env or {})},
+        env={**ENVIRONMENT, **variables, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=stderr,
         stdin=subprocess.DEVNULL,
@@ -314,8 +314,8 @@ class Job:
         launchers = {self.process.pid}
         if self._starts_launcher:
             launchers = {pid for pid in pids if parent_of(pid) == self.process.pid}
-        own = {rank_of(pid): pid for pid in pids if parent_of(pid) in launchers}
-        return {rank: standing_for(pid) for rank, pid in own.items() if rank is not None}
+        pids_by_rank = {rank_of(pid): pid for pid in pids if parent_of(pid) in launchers}
+        return {rank: standing_for(pid) for rank, pid in pids_by_rank.items() if rank is not None}
 
     def signal(self, number: int, *ranks: int) -> None:
         """Send a signal to ranks, at once."""
@@ -329,12 +329,12 @@ class Job:
     def finish(self, code: int | None = 0) -> Ended:
         """Wait for its end, which has to be with this code; None: with any."""
         try:
-            found = self.process.wait(LONGEST_SEC)
+            exit_code = self.process.wait(LONGEST_SEC)
         except subprocess.TimeoutExpired:
             pytest.fail(f"still running after {LONGEST_SEC} s\n{self.text}")
         now = time.time()
         self._listener.join()
-        return Ended(found, self.text, "", now - self.started_at, now).checked(code)
+        return Ended(exit_code, self.text, "", now - self.started_at, now).checked(code)
 
     def _listen(self) -> None:
         for line in self.process.stdout:

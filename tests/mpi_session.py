@@ -36,9 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out, in `bin/test`, what runs on other numbers of ranks: a skip takes longer."""
     if "KAITIAN_TEST_THOROUGH" in os.environ and find_launch(os.environ):
-        others = [each for each in items if why_not_on(LAUNCH.world_size, each)]
+        others = [item for item in items if why_not_on(LAUNCH.world_size, item)]
         config.hook.pytest_deselected(items=others)
-        items[:] = [each for each in items if not why_not_on(LAUNCH.world_size, each)]
+        items[:] = [item for item in items if not why_not_on(LAUNCH.world_size, item)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

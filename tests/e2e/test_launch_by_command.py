@@ -89,8 +89,8 @@ def run_script(folder, *words, code):
     ],
 )
 def test_a_job_ends_with_its_own_code_and_one_last_line(tmp_path, how, options, code, shown, last):
-    own = ("--backend-override", "gloo", "script.py", how, "a 'b'")
-    ended = run_script(tmp_path, *options.split(), *own, code=code)
+    script_arguments = ("--backend-override", "gloo", "script.py", how, "a 'b'")
+    ended = run_script(tmp_path, *options.split(), *script_arguments, code=code)
     first, *_, end = ended.err.splitlines()
     assert "rank 0 says a 'b'" in ended.out
     assert re.search(shown, ended.err, re.MULTILINE), ended.err
@@ -103,7 +103,7 @@ def test_a_job_ends_with_its_own_code_and_one_last_line(tmp_path, how, options, 
     words = shlex.split(first.removeprefix("+ "))
     assert words[0] == "mpirun"
     assert ("--with-ft" in words) == (not options)
-    assert words[words.index("kaitian-run") :] == ["kaitian-run", *own]
+    assert words[words.index("kaitian-run") :] == ["kaitian-run", *script_arguments]
 
 
 def test_a_lost_rank_is_survived_and_the_printed_command_does_the_same(tmp_path):

@@ -87,8 +87,8 @@ def run(world, model, task_loss=loss, length=40, excluded=(), parity_loss=None, 
     of_run = SimpleNamespace(
         config=config, layout=ReplicateLayout(), setup=Setup(task, folder), profiles=profiles
     )
-    found = compare_kinds(of_run, excluded, world)
-    return found, folder.written.get(FILE)
+    comparison = compare_kinds(of_run, excluded, world)
+    return comparison, folder.written.get(FILE)
 
 
 def on_odd(world, factors):
@@ -106,8 +106,8 @@ def test_kinds_that_compute_alike_agree(world, capsys, precision):
     model = Network()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     torch.set_rng_state(before)
-    found, content = run(world, model, precision=precision)
-    assert found
+    comparison, content = run(world, model, precision=precision)
+    assert comparison
     assert content["agrees"]
     assert [kind["kind"] for kind in content["kinds"]] == ["even", "odd"]
     assert torch.equal(model.norm.running_mean, state["norm.running_mean"])
@@ -205,8 +205,8 @@ def test_a_model_for_one_dtype_is_compared_with_float32(world):
     def with_cast(model, batch):
         return loss(model, (batch[0].float(), batch[1]))
 
-    found, content = run(world, Network(), with_cast)
-    assert found
+    comparison, content = run(world, Network(), with_cast)
+    assert comparison
     assert content["reference"].endswith("in fp32")
     assert run(world, Network().double(), lambda m, b: loss(m, (b[0].double(), b[1])))[0]
     with pytest.raises(AgreedError, match="on odd"):

@@ -55,16 +55,16 @@ def values_of(model):
 def test_every_rank_starts_with_rank_0s_weights_and_buffers(world, monkeypatch, way):
     np.random.seed(world.rank)
     model = Unseeded()
-    own = values_of(model)
+    rank_values = values_of(model)
     if way == "data_parallel":
-        found = values_of(data_parallel(model).module)
+        shared_values = values_of(data_parallel(model).module)
     else:
         monkeypatch.setattr(image_classification, "build_model", lambda *_: model)
         config = TrainConfig(model="test:unseeded", dataset="synthetic")
         setup = prepare_without_folder(partial(make_task, config), config, world)
-        found = values_of(setup.task.model)
-    assert (found == own) == (world.rank == 0)
-    assert found == gather_values(world.comm, own)[0]
+        shared_values = values_of(setup.task.model)
+    assert (shared_values == rank_values) == (world.rank == 0)
+    assert shared_values == gather_values(world.comm, rank_values)[0]
 
 
 def make_data(inputs, labels):

@@ -68,10 +68,10 @@ def test_checkpointing_no_grad_and_local_statistics(world):
     alone, ours = both(Checkpointed(two_norms()))
     wrapped = kaitian_mpi.data_parallel(ours, broadcast_buffers=False)
     batch = torch.randn(9, 4, 2, 2).double()
-    (own,) = shares_of(world, [batch])
+    (rank_batch,) = shares_of(world, [batch])
     with torch.no_grad():
-        assert_close([wrapped(own)], shares_of(world, [alone(batch)]))
-    assert_close(train_steps(wrapped, [own]), train_steps(alone, [batch]))
+        assert_close([wrapped(rank_batch)], shares_of(world, [alone(batch)]))
+    assert_close(train_steps(wrapped, [rank_batch]), train_steps(alone, [batch]))
     if world.rank == 0:  # alone, without the others
         with local_statistics():
             plain, norm = both(nn.BatchNorm2d(4).double())
@@ -96,8 +96,8 @@ def test_sixteen_bits_have_statistics_of_thirty_two(world, dtype):
     torch.manual_seed(1)
     alone, ours = both(nn.BatchNorm2d(4))
     batch = torch.randn(9, 4, 3, 3) + 5
-    own = shares_of(world, [batch.to(dtype)])[0].requires_grad_()
-    output = ours(own)
+    rank_batch = shares_of(world, [batch.to(dtype)])[0].requires_grad_()
+    output = ours(rank_batch)
     assert output.dtype == dtype
     output.float().square().sum().backward()
     whole = batch.to(dtype).float().requires_grad_()
@@ -105,8 +105,8 @@ def test_sixteen_bits_have_statistics_of_thirty_two(world, dtype):
     expected.square().sum().backward()
     assert_close(list(ours.buffers()), list(alone.buffers()), 1e-6)
     assert (output.float() - shares_of(world, [expected])[0]).abs().max() < 0.05
-    assert own.grad.dtype == dtype
-    assert torch.isfinite(own.grad).all()
+    assert rank_batch.grad.dtype == dtype
+    assert torch.isfinite(rank_batch.grad).all()
 
 
 def test_what_cannot_be_converted_is_named(world):
@@ -134,8 +134,8 @@ def test_training_with_empty_shares_equals_that_with_equal_shares(world):
     even = converted(world, [8, 8, 8]).train()
     uneven = converted(world, [4, 8, 12]).train({2: [24, 0, 0], 4: [0, 20, 4], 6: [1, 1, 22]})
     assert (uneven.weights() - even.weights()).abs().max() < 1e-12
-    for own, other in zip(uneven.model.buffers(), even.model.buffers(), strict=True):
-        assert torch.allclose(own.double(), other.double(), rtol=1e-12, atol=1e-12)
+    for buffer, other in zip(uneven.model.buffers(), even.model.buffers(), strict=True):
+        assert torch.allclose(buffer.double(), other.double(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.ranks(3)
@@ -145,8 +145,8 @@ def test_a_share_that_does_not_count_may_have_a_loss_without_gradient(world):
     loss = task.loss
 
     def without_gradient(model, batch):
-        found = loss(model, batch)
-        return found if world.rank == 0 else found.detach()
+        batch_loss = loss(model, batch)
+        return batch_loss if world.rank == 0 else batch_loss.detach()
 
     object.__setattr__(task, "loss", without_gradient)
     assert torch.equal(run.train().weights(), converted(world, [24, 0, 0]).train().weights())

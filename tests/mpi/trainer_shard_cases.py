@@ -258,9 +258,12 @@ class Loop:
         parameters = parameters[: len(parameters) - len(self.left)]
         self.optimizers = []
         for place, name in enumerate(self.case.optimizers):
-            own = parameters[place::count]
-            half = len(own) // 2
-            groups = [{"params": own[:half]}, {"params": own[half:], "lr": 0.01}]
+            rank_parameters = parameters[place::count]
+            half = len(rank_parameters) // 2
+            groups = [
+                {"params": rank_parameters[:half]},
+                {"params": rank_parameters[half:], "lr": 0.01},
+            ]
             self.optimizers.append(OPTIMIZERS[name]([g for g in groups if g["params"]]))
 
     def nap(self):
@@ -561,9 +564,9 @@ class Loop:
             self.model = self.wrap()
 
 
-def differences(found, expected):
+def differences(result, expected):
     """Yield how far what a rank has found is from what one process has."""
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+    for index, (one, other) in enumerate(zip(result, expected, strict=True)):
         if one is None:
             continue
         if isinstance(one, list):
@@ -599,12 +602,12 @@ def run(case, world):
         mock.patch.object(ownership, "BUCKET_CAPS", caps),  # of what is gathered together
     ):
         try:
-            found = Loop(case, world, is_own=True).run()
+            result = Loop(case, world, is_own=True).run()
         except UserError as error:
             if "-v" in sys.argv:
                 traceback.print_exc()
             return str(error)
-    return max(differences(found, expected))
+    return max(differences(result, expected))
 
 
 def main():
@@ -619,16 +622,16 @@ def main():
     for seed in range(first, first + count):
         case = draw(seed, world.size)
         try:
-            found = run(case, world)
+            outcome = run(case, world)
         except BaseException:
             print(f"FAILED {seed} on rank {world.rank}", flush=True)
             raise
-        if isinstance(found, str):
-            print(f"REFUSED {seed} rank {world.rank}: {found}", flush=True)
+        if isinstance(outcome, str):
+            print(f"REFUSED {seed} rank {world.rank}: {outcome}", flush=True)
             time.sleep(1)
             abort_job(3)
-        if found > case.tolerance:
-            print(f"WRONG {seed} rank {world.rank}: {found}", flush=True)
+        if outcome > case.tolerance:
+            print(f"WRONG {seed} rank {world.rank}: {outcome}", flush=True)
         if world.rank == 0 and (seed % 10 == 0 or "-v" in sys.argv):
             print(f"seed {seed} done", flush=True)
     print("END", flush=True)

@@ -58,7 +58,7 @@ def test_a_rank_takes_the_device_asked_for_and_ranks_of_a_group_that_share_one_a
         return RankInfo(*fields, physical_device=device, library=library)
 
     def sharing(*infos):
-        return [[each.world_rank for each in some] for some in shared_devices(infos)]
+        return [[info.world_rank for info in some] for some in shared_devices(infos)]
 
     for first, second in (
         (("cuda", "0/A"), ("cuda", "0/B")),
@@ -282,7 +282,7 @@ print(used - kept, used - device.memory_peak_bytes(0))
 @pytest.mark.linux("reads the memory of a process there")
 def test_the_cpu_keeps_what_is_freed_until_it_is_told_to_return_it(tmp_path):
     (tmp_path / "keeps.py").write_text(_KEEPS)
-    found = run_alone(PYTHON, str(tmp_path / "keeps.py"), cwd=tmp_path).out
-    kept, returned = map(int, found.split())
+    out = run_alone(PYTHON, str(tmp_path / "keeps.py"), cwd=tmp_path).out
+    kept, returned = map(int, out.split())
     assert kept < 10 << 20
     assert returned > 90 << 20

@@ -85,8 +85,8 @@ def test_outputs_and_gradients_are_those_of_one_token_after_the_other(options):
     torch.testing.assert_close(output, rows, rtol=1e-12, atol=1e-12)
     assert mixture.tokens_by_expert == taken
     torch.testing.assert_close(tokens.grad, alone.grad, rtol=1e-12, atol=1e-12)
-    for own, other in zip(mixture.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad, rtol=1e-12, atol=1e-12)
+    for parameter, other in zip(mixture.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 5), (2, 1, 3)])
@@ -194,7 +194,7 @@ def test_experts_that_are_left_out_return_the_tokens_and_have_no_values_in_a_cop
     torch.testing.assert_close(output, tokens)  # the weights of a token add up to 1
     assert mixture.tokens_by_expert == copied.tokens_by_expert == counts
     assert sum(parameter.numel() for parameter in copied.experts.parameters()) == 0
-    dimensions = [[p.dim() for p in each.parameters()] for each in (mixture, copied)]
+    dimensions = [[p.dim() for p in module.parameters()] for module in (mixture, copied)]
     assert dimensions[0] == dimensions[1]
     assert copied.gate.weight.grad is not None
     assert mixture.gate.weight.grad is None
@@ -255,8 +255,10 @@ def gradients(model, tokens, call):
 def test_an_activation_checkpoint_around_it_changes_no_gradient():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, WIDTH)).double()
     expected = gradients(model, make_tokens(9), lambda model, tokens: model(tokens))
-    found = gradients(model, make_tokens(9), lambda m, t: checkpoint(m, t, use_reentrant=False))
-    for one, other in zip(found, expected, strict=True):
+    recomputed = gradients(
+        model, make_tokens(9), lambda m, t: checkpoint(m, t, use_reentrant=False)
+    )
+    for one, other in zip(recomputed, expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -284,12 +286,12 @@ def test_the_balancing_loss_is_that_of_mixtral(top_k, capacity_factor):
     mixture(tokens)
     expected = modeling.load_balancing_loss_func((mixture.gate(tokens),), 4, top_k)
     torch.testing.assert_close(mixture.balance_loss, expected)
-    for own, other in zip(
+    for gradient, other in zip(
         torch.autograd.grad(mixture.balance_loss, mixture.gate.parameters()),
         torch.autograd.grad(expected, mixture.gate.parameters()),
         strict=True,
     ):
-        torch.testing.assert_close(own, other)
+        torch.testing.assert_close(gradient, other)
 
 
 def test_the_balancing_loss_is_that_of_switch():

@@ -57,7 +57,7 @@ def test_placement_is_read_from_the_environment_and_decides_on_waiting_and_tcp()
     ):
         assert launcher.read_launch(environ) == (expected or launcher.Launch(0, 1, 0, 1))
         assert launcher.find_launch(environ) == expected
-    for environ, found in (
+    for environ, library in (
         ({}, ""),
         (BATCH, "a Slurm job of 6 tasks"),
         (INTERACTIVE, "a Slurm job of 6 tasks"),
@@ -71,9 +71,9 @@ def test_placement_is_read_from_the_environment_and_decides_on_waiting_and_tcp()
         ({"K_MPI_JOB_ROLE": "worker"}, ""),
     ):
         fault = launcher.unlaunched(environ)
-        assert (fault is not None) == bool(found)
+        assert (fault is not None) == bool(library)
         if fault:
-            assert found in fault[0]
+            assert library in fault[0]
             assert "mpirun" in fault[1]
     for local_size, world_size, cores, yields, threads in (
         *((1, 1, 8, False, "8"), (4, 4, 8, False, "2"), (5, 5, 8, True, "1"), (4, 4, 2, True, "1")),
@@ -133,8 +133,8 @@ def test_ranks_are_grouped_by_kind_or_by_host_too_and_described_in_one_line():
         ("MVAPICH", "--mpi=pmix or --mpi=pmi2"),
     ):
         assert launcher.different_mpi(6, 6, library, by_srun=True) is None
-        found, advice = launcher.different_mpi(6, 1, library, by_srun=True)
-        assert "srun started 6 tasks, but MPI sees 1" in found
+        problem, advice = launcher.different_mpi(6, 1, library, by_srun=True)
+        assert "srun started 6 tasks, but MPI sees 1" in problem
         assert flag in advice
 
 
@@ -189,12 +189,12 @@ class Failing:
 
 def test_a_failed_request_is_kept_for_mpi_may_write_to_its_buffers():
     request = Failing()
-    found = weakref.ref(request)
+    reference = weakref.ref(request)
     with pytest.raises(RuntimeError, match="a rank is lost"):
         wait_request(request)
     del request
     gc.collect()
-    assert found() is not None
+    assert reference() is not None
 
 
 def arrive(store, size, after, departed=lambda missing: []):

@@ -24,15 +24,15 @@ PAIRWISE, RING = Route("pairwise"), Route("ring")
 @pytest.mark.parametrize("lengths", [(5, 0, 7, 1, 40), (8, 8, 8, 8, 8), (0, 0, 0, 0, 3)])
 def test_a_groups_members_carry_their_own_parts_and_equal_shares_of_the_others(lengths):
     groups = [(0, 3, 4), (1,), (2,)]
-    found = carried(groups, lengths)
+    sums = carried(groups, lengths)
     for ranks in groups:
-        pieces = [piece for member in ranks for piece in found[member]]
+        pieces = [piece for member in ranks for piece in sums[member]]
         for rank, length in enumerate(lengths):
             elements = [n for r, begin, end in pieces if r == rank for n in range(begin, end)]
             assert sorted(elements) == [*range(length)]
-        foreign = [sum(end - begin for _, begin, end in found[member][1:]) for member in ranks]
+        foreign = [sum(end - begin for _, begin, end in sums[member][1:]) for member in ranks]
         assert max(foreign) - min(foreign) <= 1
-        assert all(found[member][0] == (member, 0, lengths[member]) for member in ranks)
+        assert all(sums[member][0] == (member, 0, lengths[member]) for member in ranks)
 
 
 def test_the_fastest_route_between_hosts_is_chosen():
@@ -54,8 +54,8 @@ def test_the_fastest_route_between_hosts_is_chosen():
     ):
         names = link.MPI_ROUTE, PAIRWISE, RING
         long_seconds = dict(zip(names, long, strict=True))
-        found = link.choose(dict(zip(names, short, strict=True)), long_seconds)
-        assert found == (chosen, min_bytes, long_seconds)
+        choice = link.choose(dict(zip(names, short, strict=True)), long_seconds)
+        assert choice == (chosen, min_bytes, long_seconds)
 
 
 def test_interfaces_are_set_for_every_library_or_named_if_wrong():
@@ -71,13 +71,13 @@ def test_interfaces_are_set_for_every_library_or_named_if_wrong():
     environ = {}
     limit_to("", environ, ["eth0"])
     assert not environ
-    for given, message in (
+    for names, message in (
         ("eth0,eth7,", "no interface eth7 is up on .* choose from docker0, eth0,"),
         ("lo", "no interface lo is up on "),
         (" , ", "' , ' names no interface; give names such as eth0"),
     ):
         with pytest.raises(UserError, match=f"--network-interface: {message}"):
-            limit_to(given, environ, ["eth0", "docker0"])
+            limit_to(names, environ, ["eth0", "docker0"])
 
 
 BYTES = {"bf16": 0.5, "int8": 0.254, "int4": 0.129}
@@ -96,14 +96,14 @@ def arrived(name, values):
 def test_values_arrive_to_within_a_rounding(name, count):
     wire = FORMATS[name]
     values = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 1e-6
-    given, lost = values.clone(), torch.full_like(values, 9.0)
-    encoded = wire.encode(given, lost)
+    sent, lost = values.clone(), torch.full_like(values, 9.0)
+    encoded = wire.encode(sent, lost)
     assert encoded.dtype is torch.uint8
     assert encoded.shape == (wire.size(count),)
     decoded = torch.full_like(values, 9.0)
     wire.decode(encoded, decoded)
     # Bit by bit, signs of zeros included: the sender takes what the others get.
-    assert torch.equal(decoded.view(torch.int32), given.view(torch.int32))
+    assert torch.equal(decoded.view(torch.int32), sent.view(torch.int32))
     torch.testing.assert_close(decoded + lost, values, rtol=1e-6, atol=0.0)
     for part, received in zip(values.split(256), decoded.split(256), strict=True):
         if part.numel():

@@ -104,10 +104,10 @@ def test_shared_state_is_restored_with_momentum_but_not_a_jobs_own_settings():
     state, other = make_state(), make_state(seed=1)
     train(state)
     fill_buffers(state.model)
-    own = from_bytes(to_bytes(state.rank_state()))
+    rank_state = from_bytes(to_bytes(state.rank_state()))
     expected = torch.rand(5)
     torch.manual_seed(77)
-    other.load_rank_state(own)
+    other.load_rank_state(rank_state)
     assert equal(buffers(state), buffers(other))
     assert torch.equal(torch.rand(5), expected)
     state.progress.epoch, state.progress.bad_steps = 2, 1
@@ -408,9 +408,9 @@ def test_a_run_is_resumed_with_torch_compile_or_without(before, now):
     averages = state.extra["average"].state_dict(), resumed.extra["average"].state_dict()
     for one, same in zip(*(average.values() for average in averages), strict=True):
         assert torch.equal(one, same)
-    own = resumed.model_state()
-    versions = named_as(state.model_state(), own)._metadata
-    assert versions.items() <= own._metadata.items()
+    weights = resumed.model_state()
+    versions = named_as(state.model_state(), weights)._metadata
+    assert versions.items() <= weights._metadata.items()
     assert {"version": 2} in versions.values()  # that of batch norm
 
 
@@ -435,7 +435,9 @@ def test_throughput_is_of_the_steps_that_were_timed(monkeypatch):
     engine = SimpleNamespace(step=SimpleNamespace(clock=clock))
     world = SimpleNamespace(size=1, device=torch.device("cpu"), comm=None)
     monkeypatch.setattr(observers, "sleeping_barrier", lambda comm: None)
-    monkeypatch.setattr(observers, "gather_values", lambda comm, own: [(own[0], 0.5)])
+    monkeypatch.setattr(
+        observers, "gather_values", lambda comm, rank_values: [(rank_values[0], 0.5)]
+    )
     metrics = observers.Metrics(run, SimpleNamespace(world=world, engine=engine), None, {})
     assert (progress.samples_per_sec, progress.step_time_sec) == (None, None)
     for number, samples, is_timed in ((1, 30, False), (2, 8, True), (3, 4, True)):

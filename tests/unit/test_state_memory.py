@@ -178,14 +178,14 @@ def saved(tmp_path):
     return state, tmp_path / "state.pt"
 
 
-def assert_same(found, needed):
-    pairs = list(zip(tensors_in(found), tensors_in(needed), strict=True))
+def assert_same(copied, needed):
+    pairs = list(zip(tensors_in(copied), tensors_in(needed), strict=True))
     assert len(pairs) == 9
     for one, other in pairs:
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
-    assert found["image"].stride() == needed["image"].stride()
-    assert found["plain"] == needed["plain"]
+    assert copied["image"].stride() == needed["image"].stride()
+    assert copied["plain"] == needed["plain"]
 
 
 def test_a_copy_shares_no_memory_with_the_file_which_leaves_memory(saved, monkeypatch):
@@ -201,14 +201,14 @@ def test_a_copy_shares_no_memory_with_the_file_which_leaves_memory(saved, monkey
     assert file.is_mapped
     for _ in range(2):  # what has left can be read again
         left.clear()
-        found = copy_state(file.content, is_mapped=True)
-        assert_same(found, state)
-        assert found["tied"][0] is found["tied"][1]
-        assert type(found["plain"]["ordered"]) is OrderedDict
+        copied = copy_state(file.content, is_mapped=True)
+        assert_same(copied, state)
+        assert copied["tied"][0] is copied["tied"][1]
+        assert type(copied["plain"]["ordered"]) is OrderedDict
         assert max(left) < state["large"].nbytes
         whole = sum(state[name].nbytes for name in ("large", "image", "brief"))
         assert sum(left) == whole + state["tied"][0].nbytes
-        for tensor in tensors_in(found):
+        for tensor in tensors_in(copied):
             tensor.zero_()
     path.unlink()
     assert_same(file.content, state)
@@ -236,7 +236,7 @@ def test_large_tensors_are_copied_in_place_and_unmapped_files_read_but_no_other_
 ):
     state, path = saved
     small = torch.zeros(())
-    own = {
+    memory = {
         "large": torch.zeros(LARGE, dtype=torch.int64),
         "tied": [torch.zeros(200, 300)],
         "image": torch.zeros(8, 16, 32, 32),  # of another layout
@@ -244,12 +244,12 @@ def test_large_tensors_are_copied_in_place_and_unmapped_files_read_but_no_other_
         "small": (small,),  # may be a setting, which is kept
         "more": torch.zeros(3),
     }
-    found = copy_state(map_tensors(path).content, own)
-    assert_same(found, state)
-    assert found["large"].data_ptr() == own["large"].data_ptr()
-    assert (found["tied"][1].data_ptr(), small) == (own["tied"][0].data_ptr(), 0)
-    assert not own["image"].any()
-    assert "more" not in found
+    copied = copy_state(map_tensors(path).content, memory)
+    assert_same(copied, state)
+    assert copied["large"].data_ptr() == memory["large"].data_ptr()
+    assert (copied["tied"][1].data_ptr(), small) == (memory["tied"][0].data_ptr(), 0)
+    assert not memory["image"].any()
+    assert "more" not in copied
     (state, path), load = saved, torch.load
 
     def refuse(*args, mmap=False, **options):

@@ -197,18 +197,20 @@ def test_a_copy_of_the_model_gets_copies_of_the_optimizers_if_they_can_be_copied
     copies = task.make_optimizers(other)
     assert [*map(type, copies)] == [torch.optim.SGD, torch.optim.AdamW]
     other(torch.ones(1, 2)).sum().backward()
-    for each in copies:
-        each.step()
-    assert not any(each.state for each in optimizers)
+    for optimizer in copies:
+        optimizer.step()
+    assert not any(optimizer.state for optimizer in optimizers)
     for name, value in weights.items():
         assert torch.equal(model.state_dict()[name], value)
         assert not torch.equal(other.state_dict()[name], value)
     model = torch.nn.Linear(2, 3)
-    given = Own(model.parameters(), [1])
-    (found,) = Task(model=model, optimizer=given, data=[1]).make_optimizers(copy.deepcopy(model))
-    assert found.attribute == [1]
-    assert found.attribute is not given.attribute
-    assert found.itself is found
+    original = Own(model.parameters(), [1])
+    (copied,) = Task(model=model, optimizer=original, data=[1]).make_optimizers(
+        copy.deepcopy(model)
+    )
+    assert copied.attribute == [1]
+    assert copied.attribute is not original.attribute
+    assert copied.itself is copied
     task = Task(model=model, optimizer=Own(model.parameters(), threading.Lock()), data=[1])
     with pytest.raises(UserError, match="give a function that makes it instead, Task"):
         task.make_optimizers(copy.deepcopy(model))

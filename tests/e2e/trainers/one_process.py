@@ -84,8 +84,8 @@ def report(
     found |= {
         "difference": max(float((a - b).abs().max()) for a, b in pairs),
         "splits": len({tuple(len(rank[i][1]) for rank in ranks) for i in range(len(recorded))}),
-        "rows": [len(each) for each in rows],
-        "distinct_rows": [len(set(each)) for each in rows],
+        "rows": [len(epoch_rows) for epoch_rows in rows],
+        "distinct_rows": [len(set(epoch_rows)) for epoch_rows in rows],
         "steps": len(losses),
         "mean_loss": sum(losses) / len(losses),
     }
