@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi import Training
+from kaitian_mpi.balance.layouts import Prediction
 from kaitian_mpi.balance.pipeline import PipelinePlan, Stage
 from kaitian_mpi.balance.shares import split_micro_batches
 from kaitian_mpi.config import TrainConfig
@@ -34,6 +35,7 @@ from kaitian_mpi.train.layouts.pipeline.layer_timer import CastMode
 from kaitian_mpi.train.layouts.pipeline.measure import StagesPlan, find_facts
 from kaitian_mpi.train.layouts.pipeline.pipeline_layout import PipelineLayout
 from kaitian_mpi.train.layouts.pipeline.runner import Runner
+from kaitian_mpi.train.layouts.shard.shard_layout import ShardLayout
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.task import Computation, Task
 
@@ -481,6 +483,28 @@ def test_a_layer_that_is_too_large_to_be_timed_leaves_layout_shard(world, capfd)
         find_facts(TrainConfig(**settings, layout="pipeline"), setup, world)
     whole = Task(**{**vars(task), "layers": None, "model": Hidden(task.model)})
     assert choose_layout(config, Setup(whole, NoFolder()), world).name == "shard"
+
+
+@pytest.mark.sizes(2)
+def test_a_layout_that_does_not_fit_after_all_leaves_the_next_one(world, monkeypatch, capfd):
+    """Timing the layouts takes memory, too."""
+
+    def find(*_):
+        raise AgreedError("--layout shard: gradients take 9 MB; use a smaller model")
+
+    predictions = [Prediction("replicate", why="large"), *map(predicted, ("shard", "pipeline"))]
+    monkeypatch.setattr(choose, "predict_layouts", lambda _: predictions)
+    monkeypatch.setattr(ShardLayout, "find", find)
+    config = TrainConfig(layout="auto", global_batch_size=BATCH, benchmark_seconds=0.1)
+    assert choose_layout(config, Setup(make_task(), NoFolder()), world).name == "pipeline"
+    if world.rank == 0:
+        text = capfd.readouterr().out
+        assert "layout shard does not fit after all: gradients take 9 MB" in text
+        assert "layout pipeline: the fastest that fits" in text
+
+
+def predicted(layout):
+    return Prediction(layout, step_sec=1.0)
 
 
 class Hidden(nn.Module):

@@ -94,25 +94,48 @@ def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> Layout:
     rank_predictions = [asdict(prediction) for prediction in predictions]
     written = gather_values(world.comm, rank_predictions)[0]
     predictions = [Prediction(**prediction) for prediction in written]
-    chosen = choose(predictions)
-    name = chosen.layout if chosen else None
-    setup.folder.write(FILE, {"layouts": written, "chosen": name})
     show_table(world, "layouts, as predicted", prediction_table(predictions), left=("layout", ""))
-    if chosen is None:
-        reasons = "; ".join(f"{prediction.layout}: {prediction.why}" for prediction in predictions)
-        raise AgreedError(
-            f"the model fits the ranks' memory in no layout ({reasons}); start more ranks, or use "
-            "a smaller model or an optimizer with less state; see docs/large-models.md"
-        )
-    text = f"layout {chosen.layout}: the fastest that fits (--layout sets another)"
-    print_rank_0(world, config.word(text))
+    while (chosen := choose(predictions)) is not None:
+        name = chosen.layout
+        try:
+            layout = _find_predicted(name, config, setup, world, facts, expert_facts)
+        except AgreedError as error:  # timing has left less memory than there was before
+            why = f"does not fit after all: {short_reason(error)}"
+            print_rank_0(world, config.word(f"layout {name} {why}"))
+            predictions = [Prediction(name, why=why) if p is chosen else p for p in predictions]
+            continue
+        setup.folder.write(FILE, {"layouts": [asdict(p) for p in predictions], "chosen": name})
+        text = f"layout {name}: the fastest that fits (--layout sets another)"
+        print_rank_0(world, config.word(text))
+        return layout
+    setup.folder.write(FILE, {"layouts": [asdict(p) for p in predictions], "chosen": None})
+    reasons = "; ".join(f"{prediction.layout}: {prediction.why}" for prediction in predictions)
+    raise AgreedError(
+        f"the model fits the ranks' memory in no layout ({reasons}); start more ranks, or use "
+        "a smaller model or an optimizer with less state; see docs/large-models.md"
+    )
+
+
+def _find_predicted(
+    name: str,
+    config: TrainingConfig,
+    setup: Setup,
+    world: World,
+    facts: PipelineFacts,
+    expert_facts: ExpertFacts | None,
+) -> Layout:
+    """Return the layout of a name, with what was measured to predict it. Collective.
+
+    Raises:
+        AgreedError: it does not fit.
+    """
     # With --balance off a layout takes all ranks as alike, so it does not use their measured speed.
     uses_speeds = config.balance != "off"
-    if chosen.layout == SHARD:
+    if name == SHARD:
         return ShardLayout.find(config, setup, world)
-    if chosen.layout == PIPELINE:
+    if name == PIPELINE:
         return PipelineLayout(facts) if uses_speeds else PipelineLayout.find(config, setup, world)
-    if chosen.layout == EXPERTS and expert_facts is not None:
+    if name == EXPERTS and expert_facts is not None:
         from kaitian_mpi.train.layouts.experts.experts_layout import ExpertsLayout
 
         if uses_speeds:
