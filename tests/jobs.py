@@ -26,9 +26,10 @@ import psutil
 import pytest
 from shared.emulated_hosts import EmulatedHosts
 from shared.launch import AS_ROOT, ENVIRONMENT, PYTHON
-from shared.processes import parent_of, rank_of, standing_for
+from shared.processes import parent_of, rank_of
 
 from kaitian_mpi.runtime.forked_rank import FORK
+from kaitian_mpi.runtime.start_watch_process import rank_behind
 
 SURVIVING = ("--with-ft", "ulfm")
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -108,7 +109,7 @@ def _show_where_ranks_are(process: subprocess.Popen[str]) -> None:
     """Have each forked rank print the traceback of each of its threads; others have no handler."""
     with suppress(psutil.Error, OSError):
         for child in psutil.Process(process.pid).children(recursive=True):
-            rank = standing_for(child.pid)
+            rank = rank_behind(child.pid)
             if rank != child.pid:
                 os.kill(rank, signal.SIGRTMIN)
         time.sleep(_PRINT_TRACES_SEC)
@@ -315,7 +316,7 @@ class Job:
         if self._starts_launcher:
             launchers = {pid for pid in pids if parent_of(pid) == self.process.pid}
         pids_by_rank = {rank_of(pid): pid for pid in pids if parent_of(pid) in launchers}
-        return {rank: standing_for(pid) for rank, pid in pids_by_rank.items() if rank is not None}
+        return {rank: rank_behind(pid) for rank, pid in pids_by_rank.items() if rank is not None}
 
     def signal(self, number: int, *ranks: int) -> None:
         """Send a signal to ranks, at once."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES
+from kaitian_mpi.runtime.start_watch_process import rank_behind
 
 _NAMES = b"|".join(library.rank_variables[0].encode() for library in LIBRARIES)
 _RANK = re.compile(rb"(?:^|\0)(?:" + _NAMES + rb")=(\d+)\0")
@@ -24,20 +25,11 @@ def rank_of(pid: int) -> int | None:
     return int(found[1]) if found else None
 
 
-def standing_for(pid: int) -> int:
-    """Return the rank that a process stands for, see `forked_rank.py`; or else the process."""
-    try:
-        found = re.fullmatch(r"for-(\d+)\n", Path(f"/proc/{pid}/comm").read_text())
-    except OSError:  # it has ended
-        return pid
-    return int(found[1]) if found else pid
-
-
 def processes_of(rank: int) -> list[psutil.Process]:
     """Return a rank and all that it has started."""
     found, left = [], [rank]
     while left:
-        process = psutil.Process(standing_for(left.pop()))
+        process = psutil.Process(rank_behind(left.pop()))
         found.append(process)
         left += [child.pid for child in process.children()]
     return found

@@ -24,6 +24,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # this file's folder
 
 from kaitian_mpi.devices.drivers import may_have_accelerators
+from kaitian_mpi.devices.plugin import import_for_optimizers, import_torch, without_collection
 from kaitian_mpi.runtime.forked_rank import (
     LONGEST_REQUEST,
     PASSED_ON,
@@ -71,12 +72,6 @@ def load(module: str, ranks: int) -> None:
     """Load what the ranks would load, in the environment in which they would."""
     prepare_environment(os.environ, Launch(0, ranks, 0, ranks), len(usable_cores()))
     import_module(module)
-    from kaitian_mpi.devices.plugin import (
-        import_for_optimizers,
-        import_torch,
-        without_collection,
-    )
-
     import_torch()
     with without_collection():
         for name in _LOADED[module]:

@@ -19,7 +19,7 @@ from kaitian_mpi.distributed.shard_buckets import rows_of_part
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.host_memory import HostMemory
 from kaitian_mpi.integrations.shard.host_parameters import HostParameters, is_large
-from kaitian_mpi.integrations.shard.owned_rows import Key, Piece
+from kaitian_mpi.integrations.shard.owned_rows import Key, Piece, copied_rows
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
 from kaitian_mpi.integrations.shard.script_parameters import is_sharded
 from kaitian_mpi.train.state_transfer import broadcast_state, send_state
@@ -66,7 +66,7 @@ class LentParameters(HostParameters):
                 return self._before[number, changes]
             # Copies, as the script may change the values while they are sent.
             pieces = super()._whole(number)
-            return [(begin, end, rows.to("cpu", copy=True)) for begin, end, rows in pieces]
+            return copied_rows(pieces)
 
     def _whole(self, number: int) -> Sequence[Piece]:
         if self._read_first is None or not self._holds(number):

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
+from kaitian_mpi.integrations.shard.owned_rows import copied_rows
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
 from kaitian_mpi.integrations.shard.owners_state import OwnersState
 from kaitian_mpi.integrations.shard.state_pieces import (
     StateReader,
-    copied_rows,
     row_pieces,
     state_pieces,
 )

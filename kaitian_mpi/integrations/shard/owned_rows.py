@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -163,7 +163,7 @@ class OwnedRows:
             if changes == self._changes.get(number, 0):
                 # Copies, as the script may change the rows while they are sent.
                 pieces = self._pieces(number)
-                return [(b, e, rows.to("cpu", copy=True)) for b, e, rows in pieces]
+                return copied_rows(pieces)
             before = self._before.get((number, changes))
             if before is None:
                 raise UserError(
@@ -212,6 +212,11 @@ def put_rows(pieces: Sequence[Piece], values: torch.Tensor) -> None:
         place = values[begin:end]
         if (place.device, place.data_ptr()) != (rows.device, rows.data_ptr()):
             place.copy_(rows)
+
+
+def copied_rows(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return copies of rows, in host memory."""
+    return [(begin, end, rows.to("cpu", copy=True)) for begin, end, rows in pieces]
 
 
 def in_order(pieces: Sequence[Piece], parameter: torch.Tensor) -> list[Piece]:

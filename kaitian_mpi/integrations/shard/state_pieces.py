@@ -6,9 +6,10 @@ once. It reads the large tensors one by one, when they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import starmap
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -88,15 +89,12 @@ class StateReader:
         """
         models = [self._owned.model_of(parameter) for parameter in self._parameters]
         pieces_of: dict[tuple[int, int], list[StatePiece]] = {}
-        for rows in {
-            model.rows.index: model.rows for model in models if model is not None
-        }.values():
+        rows_of = {model.rows.index: model.rows for model in models if model is not None}
+        for index, rows in rows_of.items():
+            wanted = OPTIMIZER, self._owned.index, index, self._steps
             for rank in rows.owners():
-                for fields in self._reads.read(
-                    rank, OPTIMIZER, self._owned.index, rows.index, self._steps
-                ):
-                    piece = StatePiece(*fields)
-                    pieces_of.setdefault((rows.index, piece.number), []).append(piece)
+                for piece in starmap(StatePiece, self._reads.read(rank, *wanted)):
+                    pieces_of.setdefault((index, piece.number), []).append(piece)
         states: dict[int, Any] = {}
         memory = HostMemory(self._parameters)
         for place, (parameter, model) in enumerate(zip(self._parameters, models, strict=True)):
@@ -161,11 +159,6 @@ def row_pieces(state: Mapping[Any, Any], model: OwnedModel, number: int, *name: 
         (part.begin, part.end, state[target][bytes(name).decode()])
         for part, target in model.rows.parts_of(number)
     ]
-
-
-def copied_rows(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return copies of rows, in host memory."""
-    return [(begin, end, rows.to("cpu", copy=True)) for begin, end, rows in pieces]
 
 
 def small_numbers(parameters: Sequence[torch.Tensor]) -> Collection[int]:

@@ -95,25 +95,26 @@ def choose_layout(config: TrainingConfig, setup: Setup, world: World) -> Layout:
     written = gather_values(world.comm, rank_predictions)[0]
     predictions = [Prediction(**prediction) for prediction in written]
     show_table(world, "layouts, as predicted", prediction_table(predictions), left=("layout", ""))
-    while (chosen := choose(predictions)) is not None:
-        name = chosen.layout
+    layout: Layout | None = None
+    while layout is None and (chosen := choose(predictions)) is not None:
         try:
-            layout = _find_predicted(name, config, setup, world, facts, expert_facts)
+            layout = _find_predicted(chosen.layout, config, setup, world, facts, expert_facts)
         except AgreedError as error:  # timing has left less memory than there was before
             why = f"does not fit after all: {short_reason(error)}"
-            print_rank_0(world, config.word(f"layout {name} {why}"))
-            predictions = [Prediction(name, why=why) if p is chosen else p for p in predictions]
-            continue
-        setup.folder.write(FILE, {"layouts": [asdict(p) for p in predictions], "chosen": name})
-        text = f"layout {name}: the fastest that fits (--layout sets another)"
-        print_rank_0(world, config.word(text))
-        return layout
-    setup.folder.write(FILE, {"layouts": [asdict(p) for p in predictions], "chosen": None})
-    reasons = "; ".join(f"{prediction.layout}: {prediction.why}" for prediction in predictions)
-    raise AgreedError(
-        f"the model fits the ranks' memory in no layout ({reasons}); start more ranks, or use "
-        "a smaller model or an optimizer with less state; see docs/large-models.md"
-    )
+            print_rank_0(world, config.word(f"layout {chosen.layout} {why}"))
+            unfit = Prediction(chosen.layout, why=why)
+            predictions = [unfit if p is chosen else p for p in predictions]
+    name = layout.name if layout else None
+    setup.folder.write(FILE, {"layouts": [asdict(p) for p in predictions], "chosen": name})
+    if layout is None:
+        reasons = "; ".join(f"{prediction.layout}: {prediction.why}" for prediction in predictions)
+        raise AgreedError(
+            f"the model fits the ranks' memory in no layout ({reasons}); start more ranks, or use "
+            "a smaller model or an optimizer with less state; see docs/large-models.md"
+        )
+    text = f"layout {name}: the fastest that fits (--layout sets another)"
+    print_rank_0(world, config.word(text))
+    return layout
 
 
 def _find_predicted(
