@@ -97,6 +97,8 @@ class CollectiveCalls(dist.ProcessGroup):
 
     def _sum_sparse(self, tensors: Tensors, opts: c10d.AllreduceOptions) -> Work:
         """Sum each `torch.sparse_coo` tensor over all ranks, in place. No library supports it."""
+        from kaitian_mpi.distributed.collectives.sparse import sum_sparse
+
         return self._run(
             Collective(
                 name="all_reduce",
@@ -104,7 +106,7 @@ class CollectiveCalls(dist.ProcessGroup):
                 inputs=[],
                 options=opts,
                 on_host=lambda host: call_for_each(
-                    host.sum_sparse, [(tensor,) for tensor in tensors]
+                    sum_sparse, [(host, tensor) for tensor in tensors]
                 ),
                 takes_sparse=True,
             )

@@ -184,21 +184,6 @@ class HostOperations:
         if self.rank == root:
             from_host(host, tensor)
 
-    def sum_sparse(self, tensor: torch.Tensor) -> None:
-        """Sum `torch.sparse_coo` tensors over all ranks, in place; the result is coalesced."""
-        rank_tensor = tensor.detach().coalesce()
-        indices, entries = rank_tensor.indices(), rank_tensor.values()
-        counts = torch.zeros(self.size, dtype=torch.int64)
-        self.all_gather_single(counts, torch.tensor([indices.size(1)]))
-        # Transposed to one row per entry, so that each rank's piece is contiguous.
-        rows = [indices.new_empty((count, indices.size(0))) for count in counts.tolist()]
-        values = [entries.new_empty((count, *entries.shape[1:])) for count in counts.tolist()]
-        self.all_gather(rows, indices.t())
-        self.all_gather(values, entries)
-        total = torch.sparse_coo_tensor(torch.cat(rows).t(), torch.cat(values), tensor.shape)
-        with torch.no_grad():
-            tensor.copy_(total.coalesce())
-
     def all_gather(self, pieces: Tensors, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into `pieces`, which may differ in length.
 
@@ -213,7 +198,7 @@ class HostOperations:
             self.all_to_all(pieces, [tensor] * self.size)
             return
         whole = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
-        self.all_gather_single(whole, tensor)
+        self._gather_whole(whole, tensor)
         for piece, part in zip(pieces, whole, strict=True):
             with writing([piece]):
                 piece.detach().copy_(part.view(piece.shape))
@@ -242,6 +227,10 @@ class HostOperations:
             rounds.all_gather_in_rounds(self._comm, relay, parts, tensor)
             from_host(dense, output)
             return
+        self._gather_whole(output, tensor)
+
+    def _gather_whole(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Gather every rank's tensor into one, all of which is in host memory at once."""
         host = to_host(output, read=False)
         source = separate(to_host(tensor), host)
         buffers = as_raw_buffer(source), as_raw_buffer(host)
