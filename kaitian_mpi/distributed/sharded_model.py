@@ -1,27 +1,23 @@
-"""A model whose parameters are sharded over the ranks, and whole only while they are used.
-
-Where autograd would save a parameter's values for backward, a note is saved instead, with which
-backward gathers them again.
-"""
+"""A model whose parameters are sharded over the ranks, and whole only while they are used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from kaitian_mpi.balance.ownership import bucket_cap
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.collectives.staging import ends_of_streams, keep_for_current_stream
 from kaitian_mpi.distributed.pending_parameter import (
     EXPOSES_MEMORY,
     SETS_DATA,
     PendingParameter,
     is_compiled,
 )
+from kaitian_mpi.distributed.saved_notes import GatheredValues, SavedNotes
 from kaitian_mpi.errors import UserError
 
 _RANDOM_STD = 0.02
@@ -36,56 +32,6 @@ Source = Callable[[int], torch.Tensor]
 
 WriteBack = Callable[[int, torch.Tensor], None]
 """Stores all values of a parameter, which a forward may have changed in place."""
-
-
-class _SavedNote(NamedTuple):
-    """Saved for backward instead of a tensor with a parameter's values, or with a cast of them."""
-
-    number: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: Sequence[Any]
-    offset: Any
-
-
-class _Unsharded:
-    """The gathered values of a parameter, for use on any stream.
-
-    A stream that uses them waits for the one that gathered them. Their memory is reused only once
-    all of these streams are done with it.
-
-    Attributes:
-        values: may be used without waiting by code that needs only their shape or dtype.
-    """
-
-    def __init__(self, values: torch.Tensor) -> None:
-        """Wrap values that the current stream has gathered."""
-        self.values = values
-        self._stream_module: Any = device_of(values.device).streams()
-        self._streams = self._current()
-        self._ends = ends_of_streams([values])
-
-    def on_current_stream(self) -> torch.Tensor:
-        """Return the values for the current stream."""
-        current = self._current()
-        if not current <= self._streams:
-            for end in self._ends:
-                end.let_current_stream_wait()
-            keep_for_current_stream(self.values)
-            self._streams |= current
-        return self.values
-
-    def after_all_streams(self) -> torch.Tensor:
-        """Return the values for the current stream, which waits for all other streams' changes."""
-        for stream in self._streams - self._current():
-            current = self._stream_module.current_stream(self.values.device)
-            current.wait_event(stream.record_event())
-        return self.on_current_stream()
-
-    def _current(self) -> set[Any]:
-        if self._stream_module is None:
-            return set()
-        return {self._stream_module.current_stream(self.values.device)}
 
 
 class ShardedModel:
@@ -115,10 +61,9 @@ class ShardedModel:
         self._sharded_class = self._make_parameter_class()
         self._names = {number: parameters[number][0] for number in numbers}
         self._device = device
-        self._unsharded: dict[int, _Unsharded] = {}  # by number; only those used last
+        self._unsharded: dict[int, GatheredValues] = {}  # by number; only those used last
         self._versions: dict[int, int] = {}  # of the same; -1 if the values may change unseen
-        self._addresses: dict[int, int] = {}  # by number, where the parameter's values are
-        self._number_at: dict[int, int] = {}  # by address, whose values are there
+        self._notes = SavedNotes(self._parameters, self._unsharded, self.unshard)
         self._source: Source | None = None
         self._write_back: WriteBack | None = None
         self._hooks: Any = None
@@ -156,7 +101,7 @@ class ShardedModel:
         if self._source is None:
             self._source = source
             self._write_back = write_back
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks = self._notes.hooks()
             self._hooks.__enter__()
 
     def end(self, keeps_changes: bool = True) -> None:
@@ -200,7 +145,7 @@ class ShardedModel:
                 if self._write_back is not None and changed is not None:
                     self._write_back(other, changed)
             values = self._source(number)
-            self._unsharded[number] = _Unsharded(values)
+            self._unsharded[number] = GatheredValues(values)
             with torch._C.DisableTorchFunctionSubclass():
                 self._set(number, values)
                 self._versions[number] = self._parameters[number]._version
@@ -265,14 +210,8 @@ class ShardedModel:
         return self._names[number]
 
     def _set(self, number: int, values: torch.Tensor) -> None:
-        """Set a parameter's values, by whose address `_pack` recognizes it."""
-        old_address = self._addresses.get(number, 0)
-        if self._number_at.get(old_address) == number:
-            del self._number_at[old_address]
         self._parameters[number].data = values
-        address = values.untyped_storage().data_ptr()
-        self._addresses[number] = address
-        self._number_at[address] = number
+        self._notes.follow(number, values)
 
     def _reshard(self, number: int) -> torch.Tensor | None:
         """Free a parameter's values, unless other tensors still refer to them.
@@ -292,49 +231,6 @@ class ShardedModel:
         if gathered is None or not is_changed:
             return None
         return gathered.after_all_streams()
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd saves for backward: a note if the tensor is a parameter's values."""
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # it has no memory of its own
-            return tensor
-        number = self._number_at.get(tensor.untyped_storage().data_ptr())
-        if number is not None and tensor.dtype != self._parameters[number].dtype:
-            return tensor
-        strides = tensor.stride()
-        if number is None:
-            number = self._number_of_cast(tensor)
-        elif number not in self._unsharded:
-            # An autograd function has saved this parameter after it used another, which freed the
-            # values: these are the strides of the placeholder.
-            strides = torch.empty(tensor.size(), device="meta").stride()
-        if number is None:
-            return tensor
-        return _SavedNote(number, tensor.dtype, tensor.size(), strides, tensor.storage_offset())
-
-    def _number_of_cast(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of the parameter that a tensor is autocast's cast of; None if none.
-
-        The values are compared, because an activation may have the same size. So the host waits
-        for the device, as it does when values are gathered.
-        """
-        for number, gathered in self._unsharded.items():
-            values = gathered.values
-            size = values.numel() * tensor.element_size()
-            is_cast = tensor.is_floating_point() and tensor.dtype != values.dtype
-            if is_cast and tensor.untyped_storage().nbytes() == size:
-                values = gathered.on_current_stream()
-                flat = tensor.as_strided((values.numel(),), (1,), 0)
-                if torch.equal(flat, values.view(-1).to(tensor.dtype)):
-                    return number
-        return None
-
-    def _unpack(self, saved: Any) -> torch.Tensor:
-        """Return the tensor for which `_pack` returned `saved`."""
-        if not isinstance(saved, _SavedNote):
-            return saved  # type: ignore[no-any-return]
-        self.unshard([saved.number])
-        values = self._unsharded[saved.number].on_current_stream().to(saved.dtype)
-        return values.as_strided(saved.size, saved.stride, saved.offset)
 
 
 def _random_values(parameters: Mapping[int, nn.Parameter], device: torch.device) -> Source:

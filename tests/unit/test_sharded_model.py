@@ -9,7 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kaitian_mpi.distributed.sharded_model import ShardedModel, check_without_torch_func
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.layouts.shard.shards import _kept, cut_state, join_states, steps_by_element
+from kaitian_mpi.train.layouts.shard.row_states import cut_state, join_states, keep_rows
+from kaitian_mpi.train.layouts.shard.shards import steps_by_element
 
 
 class Owner:
@@ -50,7 +51,7 @@ def test_no_cast_of_a_parameter_stays(is_frozen):
             return model(inputs), [p.grad for p in model.parameters()]
 
     owner = Owner(model)
-    kept, pack = [], owner.sharded._pack
+    kept, pack = [], owner.sharded._notes.pack
 
     def watch(tensor):
         saved = pack(tensor)
@@ -58,7 +59,7 @@ def test_no_cast_of_a_parameter_stays(is_frozen):
             kept.append(tensor)
         return saved
 
-    owner.sharded._pack = watch
+    owner.sharded._notes.pack = watch
     with owner:
         found, gradients = compute(model)
     expected, others = compute(one)
@@ -75,14 +76,14 @@ def test_no_cast_of_a_parameter_stays(is_frozen):
 def test_autocast_keeps_no_parameter_in_its_cache():
     model = nn.Sequential(*[nn.Linear(24, 24, bias=False) for _ in range(4)])
     owner, casts = Owner(model), []
-    pack = owner.sharded._pack
+    pack = owner.sharded._notes.pack
 
     def watch(tensor):
         if tensor.dtype == torch.bfloat16 and tensor.shape == (24, 24):
             casts.append(StorageWeakRef(tensor.untyped_storage()))
         return pack(tensor)
 
-    owner.sharded._pack = watch
+    owner.sharded._notes.pack = watch
     with owner, torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(2, 24, requires_grad=True))
         assert len(casts) == 4
@@ -175,7 +176,7 @@ def test_rows_of_a_state_that_fills_no_memory_have_memory_of_their_own():
     """As of Adagrad, which makes it along with itself; an owner may have single rows of it."""
     state = {"sum": torch.zeros(1).expand(12)}
     rows = [
-        join_states([cut_state(state, (0, 0, 12), (at, at + 1))], _kept)["sum"] for at in (0, 6)
+        join_states([cut_state(state, (0, 0, 12), (at, at + 1))], keep_rows)["sum"] for at in (0, 6)
     ]
     rows[0].add_(1)
     assert [each.tolist() for each in rows] == [[1.0], [0.0]]

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.pending_parameter import (
@@ -231,11 +230,11 @@ class ScriptParameters(ShardedModel):
         is_in_backward = torch._C._current_graph_task_id() != -1
         if self._hooks is not None or is_in_backward or not torch.is_grad_enabled():
             return nullcontext()
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return self._notes.hooks()
 
     def _enter_hooks(self) -> None:
         if self._hooks is None:
-            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks = self._notes.hooks()
             self._hooks.__enter__()
 
     def _follow_aliases(self) -> None:
