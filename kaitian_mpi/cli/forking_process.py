@@ -24,7 +24,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # this file's folder
 
 from kaitian_mpi.devices.drivers import may_have_accelerators
-from kaitian_mpi.devices.plugin import import_for_optimizers, import_torch, without_collection
+from kaitian_mpi.devices.plugin import import_for_optimizers, load_torch
 from kaitian_mpi.runtime.forked_rank import (
     LONGEST_REQUEST,
     PASSED_ON,
@@ -32,7 +32,7 @@ from kaitian_mpi.runtime.forked_rank import (
     RankRequest,
     is_of_this_user,
 )
-from kaitian_mpi.runtime.launcher import Launch, prepare_environment
+from kaitian_mpi.runtime.launcher import Launch
 from kaitian_mpi.runtime.start_watch_process import read_stat
 from kaitian_mpi.runtime.system import die_with_parent, set_launcher, usable_cores
 
@@ -56,7 +56,9 @@ def main(listener: str, program: str, ranks: str) -> None:
     if may_have_accelerators():
         return
     module = f"kaitian_mpi.cli.{program.removeprefix('kaitian-')}"
-    load(module, int(ranks))
+    size = int(ranks)
+    load_torch(Launch(0, size, 0, size), [module, *_LOADED[module]])
+    import_for_optimizers()
     gc.freeze()  # a collection would copy the memory that the ranks share
     # mpirun ends the ranks; this process ends after them.
     for number in PASSED_ON:
@@ -66,17 +68,6 @@ def main(listener: str, program: str, ranks: str) -> None:
     if request is not None:
         become(request, program)
         import_module(module).main()
-
-
-def load(module: str, ranks: int) -> None:
-    """Load what the ranks would load, in the environment in which they would."""
-    prepare_environment(os.environ, Launch(0, ranks, 0, ranks), len(usable_cores()))
-    import_module(module)
-    import_torch()
-    with without_collection():
-        for name in _LOADED[module]:
-            import_module(name)
-    import_for_optimizers()
 
 
 @dataclass

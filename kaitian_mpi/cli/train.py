@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kaitian_mpi.balance.shares import plan_equal
@@ -16,17 +15,16 @@ from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.choice import hide_accelerators
 from kaitian_mpi.devices.emulation import given_emulation, read_emulation
-from kaitian_mpi.devices.plugin import import_for_optimizers, import_torch, without_collection
+from kaitian_mpi.devices.plugin import import_for_optimizers, load_torch
 from kaitian_mpi.distributed.interfaces import initialize_mpi_on
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same, gather_values
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_on_error, rank_prefix, report_end, report_once
-from kaitian_mpi.runtime.launcher import Launch, prepare_environment, read_launch
+from kaitian_mpi.runtime.launcher import read_launch
 from kaitian_mpi.runtime.lifecycle import exit_after_loss
 from kaitian_mpi.runtime.mpi_libraries import loaded_library, survival_advice
 from kaitian_mpi.runtime.signals import handle_signals
-from kaitian_mpi.runtime.system import usable_cores
 from kaitian_mpi.runtime.watchdog import first_step_limit, setup_limit, start_watchdog
 
 if TYPE_CHECKING:
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.train.task import JointTask, Task
 
 PROGRAM = "kaitian-train"
+_TRAINING = ["kaitian_mpi.train.training"]
 
 
 def main() -> None:
@@ -71,7 +70,7 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
     start_watchdog(setup_limit(config.step_timeout), first_step_limit(config.step_timeout))
     hide_unused_devices(os.environ, config.devices)
     if launch.local_size < launch.world_size:
-        load_torch(launch)  # while the other hosts' ranks are started
+        load_torch(launch, _TRAINING)  # while the other hosts' ranks are started
     comm = initialize_mpi_on(config.network_interface)
     settings = given_emulation(config.emulate_kinds, config.emulate_slowdown)
     emulation = read_emulation(gather_values(comm, settings))
@@ -79,7 +78,7 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
     slowdown = emulation.slowdown
     config = replace(config, emulate_kinds=kinds, emulate_slowdown=slowdown)
     check_before_loading(config, comm)
-    load_torch(launch)  # late: it takes seconds
+    load_torch(launch, _TRAINING)  # late: it takes seconds, unless that is done already
 
     from kaitian_mpi.distributed.startup import init
 
@@ -87,14 +86,6 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
     world = init(config.devices, kinds, slowdown, *how)
     import_for_optimizers()
     return replace(config, vendor_library=world.relay.vendor_library), world
-
-
-def load_torch(launch: Launch) -> None:
-    """Import torch and this package's modules that use it; nothing if that is done already."""
-    prepare_environment(os.environ, launch, len(usable_cores()))  # torch reads some of it
-    import_torch()
-    with without_collection():
-        import_module("kaitian_mpi.train.training")
 
 
 def hide_unused_devices(environ: Any, devices: str) -> None:

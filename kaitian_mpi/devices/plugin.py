@@ -9,10 +9,12 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kaitian_mpi.config.factory import one_line
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.runtime.launcher import Launch, prepare_environment
+from kaitian_mpi.runtime.system import usable_cores
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """torch's variable that stops `import torch` from importing plug-ins, if it is 0."""
@@ -41,6 +43,15 @@ def import_for_optimizers() -> None:
     """Import in advance what the first step of any optimizer imports, which takes a second."""
     with without_collection():
         importlib.import_module("torch._dynamo")
+
+
+def load_torch(launch: Launch, modules: Iterable[str]) -> None:
+    """Import torch as a rank does that was launched so, and then modules that use it."""
+    prepare_environment(os.environ, launch, len(usable_cores()))  # torch reads some of it
+    import_torch()
+    with without_collection():
+        for name in modules:
+            importlib.import_module(name)
 
 
 def import_torch() -> None:
