@@ -25,13 +25,24 @@ def extend_clipping(shards: TrainerShards) -> Callable[[], None]:
     They give what they give in one process. `clip_grad_norm_` calls the first two. On remote
     gradients, the first is collective, and so is the loss scaling of their optimizers.
     """
-    total, clip, clip_value = (
-        getattr(clip_grad, name)
-        for name in ("_get_total_norm", "_clip_grads_with_norm_", "clip_grad_value_")
-    )
-    unscale: Any = GradScaler._unscale_grads_
+    functions = {
+        "get_total_norm": _total_norm(clip_grad._get_total_norm, shards),
+        "clip_grads_with_norm_": _clip_by_norm(clip_grad._clip_grads_with_norm_, shards),
+        "clip_grad_value_": _clip_by_value(clip_grad.clip_grad_value_, shards),
+    }
+    spelled = [
+        (module, name, function)
+        for plain, function in functions.items()
+        for module in (clip_grad, torch.nn.utils)
+        for name in (plain, f"_{plain}")
+        if hasattr(module, name)
+    ]
+    unscale = _unscale(GradScaler._unscale_grads_, shards)
+    return replace_all([*spelled, (GradScaler, "_unscale_grads_", unscale)])
 
-    @functools.wraps(total)
+
+def _total_norm(stock: Any, shards: TrainerShards) -> Any:
+    @functools.wraps(stock)
     @torch.no_grad()
     def get_total_norm(
         tensors: Any,
@@ -42,18 +53,20 @@ def extend_clipping(shards: TrainerShards) -> Callable[[], None]:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         remote = [tensor for tensor in tensors if isinstance(tensor, RemoteGradient)]
         if not remote:
-            return total(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+            return stock(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
         if norm_type <= 0:
             raise UnsupportedError(
                 f"--layout shard does not support norms of order {norm_type}; use a positive order"
             )
         others = [tensor for tensor in tensors if not isinstance(tensor, RemoteGradient)]
         rows = [row for gradient in remote for row in gradient.rows() if row.numel()]
-        own, local = (
-            float(total(gradients, norm_type, False, foreach)) if gradients else 0.0
+        norm_of_rows, norm_of_others = (
+            float(stock(gradients, norm_type, False, foreach)) if gradients else 0.0
             for gradients in (rows, others)
         )
-        norm = _joined(own, local, float(norm_type), shards.world.size, shards.world.rank)
+        norm = _joined(
+            norm_of_rows, norm_of_others, float(norm_type), shards.world.size, shards.world.rank
+        )
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is "
@@ -61,24 +74,36 @@ def extend_clipping(shards: TrainerShards) -> Callable[[], None]:
             )
         return torch.tensor(norm, dtype=remote[0].dtype, device=remote[0].device)
 
-    @functools.wraps(clip)
+    return get_total_norm
+
+
+def _clip_by_norm(stock: Any, shards: TrainerShards) -> Any:
+    @functools.wraps(stock)
     @torch.no_grad()
     def clip_grads_with_norm_(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        clip(shards.rows_of(parameters), *args, **kwargs)
+        stock(shards.rows_of(parameters), *args, **kwargs)
 
-    @functools.wraps(clip_value)
+    return clip_grads_with_norm_
+
+
+def _clip_by_value(stock: Any, shards: TrainerShards) -> Any:
+    @functools.wraps(stock)
     @torch.no_grad()
     def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        own = shards.rows_of(parameters)
-        if any(parameter.grad is not None for parameter in own):
-            clip_value(own, *args, **kwargs)
+        rows = shards.rows_of(parameters)
+        if any(row.grad is not None for row in rows):
+            stock(rows, *args, **kwargs)
 
-    @functools.wraps(unscale)
-    def unscale_own(
+    return clip_grad_value_
+
+
+def _unscale(stock: Any, shards: TrainerShards) -> Any:
+    @functools.wraps(stock)
+    def unscale_rows(
         scaler: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> Any:
         with shards.inside(optimizer):
-            inf_by_device = dict(unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16))
+            inf_by_device = dict(stock(scaler, optimizer, inv_scale, found_inf, allow_fp16))
         if shards.optimizer_of(optimizer) is not None:
             inf_by_device.setdefault(found_inf.device, found_inf)
             # Each rank decides by the gradients of all.
@@ -88,29 +113,25 @@ def extend_clipping(shards: TrainerShards) -> Callable[[], None]:
                 number.fill_(float(total > 0))
         return inf_by_device
 
-    replaced = {
-        "get_total_norm": get_total_norm,
-        "clip_grads_with_norm_": clip_grads_with_norm_,
-        "clip_grad_value_": clip_grad_value_,
-    }
-    spelled = [
-        (module, name, function)
-        for plain, function in replaced.items()
-        for module in (clip_grad, torch.nn.utils)
-        for name in (plain, f"_{plain}")
-        if hasattr(module, name)
-    ]
-    return replace_all([*spelled, (GradScaler, "_unscale_grads_", unscale_own)])
+    return unscale_rows
 
 
-def _joined(own: float, local: float, order: float, size: int, rank: int) -> float:
-    """Return the norm of all ranks' rows, and of what each rank has whole. Collective."""
+def _joined(rows: float, others: float, order: float, size: int, rank: int) -> float:
+    """Return the norm of all gradients. Collective.
+
+    Args:
+        rows: the norm of this rank's rows.
+        others: that of the gradients that each rank has whole.
+        order: of these norms.
+        size: how many ranks there are.
+        rank: this rank.
+    """
     if order == math.inf:
         norms = torch.zeros(size, dtype=torch.float64)
-        norms[rank] = own
+        norms[rank] = rows
         sum_on_host(norms).wait()
         # Not max(), which may lose a NaN.
-        return float(torch.cat([norms, torch.tensor([local], dtype=torch.float64)]).max())
-    power = torch.tensor(own**order, dtype=torch.float64)
+        return float(torch.cat([norms, torch.tensor([others], dtype=torch.float64)]).max())
+    power = torch.tensor(rows**order, dtype=torch.float64)
     sum_on_host(power).wait()
-    return float((float(power) + local**order) ** (1 / order))
+    return float((float(power) + others**order) ** (1 / order))

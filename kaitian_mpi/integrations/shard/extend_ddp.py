@@ -24,16 +24,39 @@ _REFUSED = "register_comm_hook", "_register_builtin_comm_hook", "join"
 
 def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
     """Extend each DDP that is created from now on; return what restores the class."""
-    stock_create: Any = DistributedDataParallel.__init__
-    stock_make_reducer: Any = DistributedDataParallel._ddp_init_helper
-    arguments = inspect.signature(stock_create)
+    ddp: Any = DistributedDataParallel
+    verify: Any = distributed._verify_param_shape_across_processes
+    restore_torch = replace_all(
+        [
+            (distributed, "_verify_param_shape_across_processes", _verify(verify)),
+            (distributed, "_sync_module_states", _sync(distributed._sync_module_states, shards)),
+            (ddp, "__init__", _create(ddp.__init__, shards)),
+            (ddp, "_ddp_init_helper", _make_reducer(ddp._ddp_init_helper, shards)),
+            *((ddp, name, _refuse(name)) for name in _REFUSED),
+        ]
+    )
+    _active.append(shards)
 
-    @functools.wraps(stock_create)
+    def restore() -> None:
+        _active.clear()
+        restore_torch()
+
+    return restore
+
+
+def _create(stock: Any, shards: TrainerShards) -> Any:
+    arguments = inspect.signature(stock)
+
+    @functools.wraps(stock)
     def create(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         call_arguments = arguments.bind(ddp, *args, **kwargs).arguments
         shards.placement.begin(call_arguments["module"], call_arguments.get("init_sync", True))
-        stock_create(ddp, *args, **kwargs)
+        stock(ddp, *args, **kwargs)
 
+    return create
+
+
+def _make_reducer(stock: Any, shards: TrainerShards) -> Any:
     def make_reducer(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         if shards.settings.layout == "auto" and replicates(
             shards.settings, shards.world, ddp.module, _has_sums(ddp)
@@ -41,7 +64,7 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
             with unlimited():  # an emulated limit holds from here on
                 pass
             shards.placement.move_whole(ddp.module)
-            stock_make_reducer(ddp, *args, **kwargs)
+            stock(ddp, *args, **kwargs)
             return
         _check(ddp, shards.world.size)
         nothing: Any = _NoReducer()
@@ -52,38 +75,28 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
         ddp.register_forward_pre_hook(_BeginForward())
         ddp.register_forward_hook(_EndForward(), always_call=True)
 
-    verify: Any = distributed._verify_param_shape_across_processes
-    synchronize: Any = distributed._sync_module_states
+    return make_reducer
 
+
+def _verify(stock: Any) -> Any:
     def verify_small(group: Any, parameters: Any, logger: Any = None) -> Any:
         """Compare the parameters of which no rank has a stand-in, with other strides."""
         small = [parameter for parameter in parameters if not is_large(parameter)]
         # One at least, as torch reads the first, and all ranks must come.
-        return verify(group, [*small, torch.zeros(1, device=parameters[0].device)], logger)
+        return stock(group, [*small, torch.zeros(1, device=parameters[0].device)], logger)
 
-    def synchronize_plain(*, module: nn.Module, **kwargs: Any) -> None:
+    return verify_small
+
+
+def _sync(stock: Any, shards: TrainerShards) -> Any:
+    def sync_plain(*, module: nn.Module, **kwargs: Any) -> None:
         ignored = {
             *kwargs.pop("params_and_buffers_to_ignore"),
             *shards.placement.synchronize(module),
         }
-        synchronize(module=module, params_and_buffers_to_ignore=ignored, **kwargs)
+        stock(module=module, params_and_buffers_to_ignore=ignored, **kwargs)
 
-    replaced: dict[str, Any] = {name: _refuse(name) for name in _REFUSED}
-    replaced |= {"__init__": create, "_ddp_init_helper": make_reducer}
-    restore_torch = replace_all(
-        [
-            (distributed, "_verify_param_shape_across_processes", verify_small),
-            (distributed, "_sync_module_states", synchronize_plain),
-            *((DistributedDataParallel, name, function) for name, function in replaced.items()),
-        ]
-    )
-    _active.append(shards)
-
-    def restore() -> None:
-        _active.clear()
-        restore_torch()
-
-    return restore
+    return sync_plain
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:

@@ -22,25 +22,35 @@ from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 
 def extend_modules(shards: TrainerShards) -> Callable[[], None]:
     """Extend torch's modules, `torch.load` and barrier; return what restores them."""
-    state_dict: Any = nn.Module.state_dict
-    apply: Any = nn.Module._apply
-    load: Any = torch.load
-    barrier: Any = dist.barrier
+    return replace_all(
+        [
+            (nn.Module, "state_dict", _state_dict(nn.Module.state_dict, shards)),
+            (nn.Module, "_apply", _apply(nn.Module._apply, shards)),
+            (torch, "load", _load(torch.load)),
+            (dist, "barrier", _barrier(dist.barrier, shards)),
+        ]
+    )
 
-    @functools.wraps(state_dict)
+
+def _state_dict(stock: Any, shards: TrainerShards) -> Any:
+    @functools.wraps(stock)
     def lazy_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             sharded = [parameter for parameter in module.parameters() if is_sharded(parameter)]
             for holder in dict.fromkeys(type(parameter).holder for parameter in sharded):
                 stack.enter_context(holder.making_state_dict())
-            content = state_dict(module, *args, **kwargs)
+            content = stock(module, *args, **kwargs)
         if kwargs.get("destination") is None:  # else it is of a submodule, within another one
             shards.state_dicts.note(content)
         return content
 
+    return lazy_state_dict
+
+
+def _apply(stock: Any, shards: TrainerShards) -> Any:
     staying = set[int]()  # the parameters that a move now leaves on the host
 
-    @functools.wraps(apply)
+    @functools.wraps(stock)
     def apply_to_whole(module: nn.Module, change: Any, recurse: bool = True) -> Any:
         """Change, or move, what is whole; rows stay where their owner has them."""
         change = shards.placement.keep_on_meta(change)
@@ -57,7 +67,7 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
             holder.move(change)
         module._parameters.update(dict.fromkeys(left))
         try:
-            moved = apply(module, change, recurse)
+            moved = stock(module, change, recurse)
         finally:
             module._parameters.update(left)
             if device is not None:
@@ -67,7 +77,11 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
             HostParameters(module, numbers, device)
         return moved
 
-    @functools.wraps(load)
+    return apply_to_whole
+
+
+def _load(stock: Any) -> Any:
+    @functools.wraps(stock)
     def load_on_host(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Load an optimizer's state on the host, whatever device the script names.
 
@@ -76,28 +90,25 @@ def extend_modules(shards: TrainerShards) -> Callable[[], None]:
         is_device = isinstance(map_location, str | torch.device)
         if is_device and isinstance(file, str | Path):
             device = device_of(torch.device(map_location))
-            state = None if device.is_host else _optimizer_state(load, file)
+            state = None if device.is_host else _optimizer_state(stock, file)
             if state is not None:
                 return state
-        return load(file, map_location, *args, **kwargs)
+        return stock(file, map_location, *args, **kwargs)
 
-    @functools.wraps(barrier)
+    return load_on_host
+
+
+def _barrier(stock: Any, shards: TrainerShards) -> Any:
+    @functools.wraps(stock)
     def barrier_after_changes(*args: Any, **kwargs: Any) -> Any:
         """Let other ranks read what the script has changed unseen, while it waits for them."""
         for model in shards.models():
             if model.sharded is not None:
                 model.sharded.free()
         shards.placement.free()
-        return barrier(*args, **kwargs)
+        return stock(*args, **kwargs)
 
-    return replace_all(
-        [
-            (nn.Module, "state_dict", lazy_state_dict),
-            (nn.Module, "_apply", apply_to_whole),
-            (torch, "load", load_on_host),
-            (dist, "barrier", barrier_after_changes),
-        ]
-    )
+    return barrier_after_changes
 
 
 def _unshare(module: nn.Module, numbers: Sequence[int]) -> None:

@@ -20,42 +20,76 @@ from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 
 def extend_optimizers(shards: TrainerShards) -> Callable[[], None]:
     """Extend torch's optimizers; return what restores them."""
-    create: Any = Optimizer.__init__
-    whole_state: Any = Optimizer.state_dict
-    load: Any = Optimizer.load_state_dict
-    pickled: Any = Optimizer.__getstate__
+    stock_state: Any = Optimizer.state_dict
+    restore_methods = replace_all(
+        [
+            (Optimizer, "__init__", _create(Optimizer.__init__, shards)),
+            (Optimizer, "state_dict", _state_dict(stock_state, shards)),
+            (Optimizer, "load_state_dict", _load_state_dict(Optimizer.load_state_dict, shards)),
+            (Optimizer, "__getstate__", _getstate(Optimizer.__getstate__, stock_state, shards)),
+        ]
+    )
+    hooks = [
+        register_optimizer_step_pre_hook(_before_step(shards)),
+        register_optimizer_step_post_hook(_after_step(shards)),
+    ]
 
-    @functools.wraps(create)
+    def restore() -> None:
+        restore_methods()
+        for hook in hooks:
+            hook.remove()
+
+    return restore
+
+
+def _create(stock: Any, shards: TrainerShards) -> Any:
+    @functools.wraps(stock)
     def create_and_note(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        create(optimizer, *args, **kwargs)
+        stock(optimizer, *args, **kwargs)
         shards.add_optimizer(optimizer)
 
-    @functools.wraps(whole_state)
+    return create_and_note
+
+
+def _state_dict(stock: Any, shards: TrainerShards) -> Any:
+    @functools.wraps(stock)
     def state_dict(optimizer: Optimizer) -> Any:
         owned = shards.optimizer_of(optimizer)
         if owned is None or owned.is_inside:
-            return whole_state(optimizer)
+            return stock(optimizer)
         owned.follow(optimizer, owned.models)
-        return owned.state_dict(optimizer, whole_state, shards.reads)
+        return owned.state_dict(optimizer, stock, shards.reads)
 
-    @functools.wraps(load)
+    return state_dict
+
+
+def _load_state_dict(stock: Any, shards: TrainerShards) -> Any:
+    @functools.wraps(stock)
     def load_state_dict(optimizer: Optimizer, state_dict: Any) -> None:
         owned = shards.own(optimizer)
         if owned is None or owned.is_inside:
-            load(optimizer, state_dict)
+            stock(optimizer, state_dict)
         else:
-            owned.load(optimizer, state_dict, load)
+            owned.load(optimizer, state_dict, stock)
 
-    @functools.wraps(pickled)
+    return load_state_dict
+
+
+def _getstate(stock: Any, stock_state: Any, shards: TrainerShards) -> Any:
+    @functools.wraps(stock)
     def getstate(optimizer: Optimizer) -> dict[str, Any]:
         """Return what a copy, or a file, of an optimizer has."""
-        content: dict[str, Any] = pickled(optimizer)
+        content: dict[str, Any] = stock(optimizer)
         owned = shards.optimizer_of(optimizer)
         if owned is None or owned.is_inside or not owned.has_begun:
             return content
-        return {**content, "state": owned.whole_state(optimizer, whole_state, shards.reads)}
+        return {**content, "state": owned.whole_state(optimizer, stock_state, shards.reads)}
 
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    return getstate
+
+
+def _before_step(shards: TrainerShards) -> Any:
+    def enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         owned = shards.own(optimizer)
         if owned is None:
             return None
@@ -67,31 +101,18 @@ def extend_optimizers(shards: TrainerShards) -> Callable[[], None]:
         args = tuple(_outside(owned, optimizer, argument) for argument in args)
         return args, {name: _outside(owned, optimizer, value) for name, value in kwargs.items()}
 
-    def after_step(optimizer: Optimizer, *_: Any) -> None:
+    return enter
+
+
+def _after_step(shards: TrainerShards) -> Any:
+    def end(optimizer: Optimizer, *_: Any) -> None:
         owned = shards.optimizer_of(optimizer)
         if owned is not None and owned.is_inside:
             owned.end_step(optimizer)
             for model in owned.models:
                 model.after_step()
 
-    replaced = {
-        "__init__": create_and_note,
-        "state_dict": state_dict,
-        "load_state_dict": load_state_dict,
-        "__getstate__": getstate,
-    }
-    restore_methods = replace_all((Optimizer, *pair) for pair in replaced.items())
-    hooks = [
-        register_optimizer_step_pre_hook(before_step),
-        register_optimizer_step_post_hook(after_step),
-    ]
-
-    def restore() -> None:
-        restore_methods()
-        for hook in hooks:
-            hook.remove()
-
-    return restore
+    return end
 
 
 def _outside(owned: OwnedOptimizer, optimizer: Optimizer, argument: Any) -> Any:
