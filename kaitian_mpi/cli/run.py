@@ -9,7 +9,7 @@ import runpy
 import socket
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from kaitian_mpi.mpi.topology import RankInfo
+    from kaitian_mpi.mpi.world import World
 
 PROGRAM = "kaitian-run"
 SECTIONS = {
@@ -56,11 +57,7 @@ def main() -> None:
     with abort_on_error(PROGRAM):
         chosen = make_parser().parse_args(options)
         configure_logging(chosen.log_level, rank_prefix(), read_launch(os.environ).world_rank)
-        if not (chosen.module or os.path.isfile(chosen.script)):
-            raise UserError(f"there is no script {chosen.script}; name the file to run")
-        if chosen.layout == "replicate" and (chosen.emulate_memory or chosen.shard_parameters):
-            flag = "--emulate-memory" if chosen.emulate_memory else "--shard-parameters"
-            raise UserError(f"{flag} requires --layout shard or --layout auto")
+        check_options(chosen)
         program_flags = own_flags(options)
         start_mpirun_if_requested(PROGRAM, program_flags, options[len(program_flags) :], chosen)
         hide_unused_devices(os.environ, chosen.devices)
@@ -69,47 +66,74 @@ def main() -> None:
         port, run_id = gather_values(comm, (free_port(), uuid.uuid4().hex))[0]
         set_environment(os.environ, comm.rank, hosts, port, run_id)
         import_torch()
-
-        from kaitian_mpi.distributed.startup import use_backend_for
-        from kaitian_mpi.integrations.lightning_ranks import use_started_ranks
-        from kaitian_mpi.mpi.world import join_world, set_current_world
-
-        emulated = chosen.emulate_kinds, chosen.emulate_slowdown
-        how = chosen.share_device, chosen.group_by, chosen.vendor_library
-        world = join_world(comm, chosen.devices, *emulated, *how)
-        set_current_world(world)
-        os.environ["LOCAL_RANK"] = str(local_rank_of(world.infos, world.rank, world.device_index))
-        if world.info.is_on_host:  # without it, Accelerate would train alone
-            os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-        os.environ[GROUP_VARIABLE] = world.relay.group_by
-        # Also for a script that calls kaitian_mpi.init().
-        if chosen.share_device:
-            os.environ[SHARE_VARIABLE] = "1"
-        if not world.relay.vendor_library:
-            os.environ[LIBRARY_VARIABLE] = "0"
-        if world.emulation.describe():
-            os.environ[KINDS_VARIABLE] = world.emulation.kinds
-            os.environ[SLOWDOWN_VARIABLE] = world.emulation.slowdown
-        use_backend_for([name for name in chosen.backend_override.split(",") if name])
-        use_started_ranks(world)
-        adaptive = None
-        if chosen.adaptive:
-            from kaitian_mpi.integrations.adaptive import install
-
-            adaptive = install(world)
-        shards = None
-        if chosen.layout != "replicate":
-            from kaitian_mpi.integrations.shard.budget import LayoutSettings
-            from kaitian_mpi.integrations.shard.install import Installed
-
-            memory = chosen.emulate_memory or ""
-            settings = LayoutSettings(chosen.layout, chosen.shard_parameters, memory)
-            shards = Installed(world, settings, adaptive.waiting if adaptive else None)
+        world = choose_device(comm, chosen)
+        finish = extend_torch(world, chosen)
         with told_to_supervisor(comm):
             run_script(chosen.script, chosen.arguments, chosen.module, world.comm)
-            if shards is not None:
-                shards.end()
+            finish()
         report_end()
+
+
+def check_options(chosen: argparse.Namespace) -> None:
+    """Check what the parser cannot.
+
+    Raises:
+        UserError: there is no script, or a flag has no effect without another.
+    """
+    if not (chosen.module or os.path.isfile(chosen.script)):
+        raise UserError(f"there is no script {chosen.script}; name the file to run")
+    if chosen.layout == "replicate" and (chosen.emulate_memory or chosen.shard_parameters):
+        flag = "--emulate-memory" if chosen.emulate_memory else "--shard-parameters"
+        raise UserError(f"{flag} requires --layout shard or --layout auto")
+
+
+def choose_device(comm: MPI.Intracomm, chosen: argparse.Namespace) -> World:
+    """Choose this rank's device, and set the variables by which the script finds it. Collective."""
+    from kaitian_mpi.mpi.world import join_world, set_current_world
+
+    emulated = chosen.emulate_kinds, chosen.emulate_slowdown
+    how = chosen.share_device, chosen.group_by, chosen.vendor_library
+    world = join_world(comm, chosen.devices, *emulated, *how)
+    set_current_world(world)
+    local_rank = local_rank_of(world.infos, world.rank, world.device_index)
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    if world.info.is_on_host:  # without it, Accelerate would train alone
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    os.environ[GROUP_VARIABLE] = world.relay.group_by
+    # Also for a script that calls kaitian_mpi.init().
+    if chosen.share_device:
+        os.environ[SHARE_VARIABLE] = "1"
+    if not world.relay.vendor_library:
+        os.environ[LIBRARY_VARIABLE] = "0"
+    if world.emulation.describe():
+        os.environ[KINDS_VARIABLE] = world.emulation.kinds
+        os.environ[SLOWDOWN_VARIABLE] = world.emulation.slowdown
+    return world
+
+
+def extend_torch(world: World, chosen: argparse.Namespace) -> Callable[[], None]:
+    """Replace what the script uses of torch, and of trainers, as the flags ask for. Collective.
+
+    Returns:
+        What to call when the script has ended, on every rank.
+    """
+    from kaitian_mpi.distributed.startup import use_backend_for
+    from kaitian_mpi.integrations.lightning_ranks import use_started_ranks
+
+    use_backend_for([name for name in chosen.backend_override.split(",") if name])
+    use_started_ranks(world)
+    adaptive = None
+    if chosen.adaptive:
+        from kaitian_mpi.integrations.adaptive import install
+
+        adaptive = install(world)
+    if chosen.layout == "replicate":
+        return lambda: None
+    from kaitian_mpi.integrations.shard.budget import LayoutSettings
+    from kaitian_mpi.integrations.shard.install import Installed
+
+    settings = LayoutSettings(chosen.layout, chosen.shard_parameters, chosen.emulate_memory or "")
+    return Installed(world, settings, adaptive.waiting if adaptive else None).end
 
 
 def make_parser() -> OneLineParser:

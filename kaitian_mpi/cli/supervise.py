@@ -32,7 +32,14 @@ from kaitian_mpi.supervise.environments import (
 from kaitian_mpi.supervise.hosts import Host
 from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile
 from kaitian_mpi.supervise.machine import Machine
-from kaitian_mpi.supervise.mpirun_command import FOLDERS, RUN, TRAIN, parse_command, read_hosts
+from kaitian_mpi.supervise.mpirun_command import (
+    FOLDERS,
+    RUN,
+    TRAIN,
+    Command,
+    parse_command,
+    read_hosts,
+)
 from kaitian_mpi.supervise.remote_hosts import SECONDS as ANSWER_SEC
 from kaitian_mpi.supervise.remote_hosts import PendingAnswer, find_agent, is_local, is_own_name
 from kaitian_mpi.supervise.starts import JobCommand, command_on, interpreter_of
@@ -138,33 +145,17 @@ def make_job(
 ) -> JobCommand:
     """Read a command line, its hostfiles, and kaitian-train's flags."""
     command = parse_command(words)
-    is_script = command.program == RUN
-    if is_script and hosts_file is not None:
+    if command.program == RUN and hosts_file is not None:
         raise UserError(
             f"--hosts-file needs {TRAIN}, which saves and ends when the hosts change; name the "
             "hosts of a script by mpirun's --hostfile"
         )
-    flags: Sequence[str] = command.arguments
-    if is_script:
-        chosen = run.make_parser().parse_args(flags)
-        flags = run.own_flags(flags)
-    if given := launch_flags_in(flags):
-        raise UserError(
-            f"{given[0]} of {command.program} starts mpirun itself; write mpirun before "
-            f"{command.program} in its place, as in mpirun -np 4 {command.program}"
-        )
-    if is_script:
-        emulated = {name: getattr(chosen, name) for name in ("emulate_kinds", "emulate_slowdown")}
-        config = TrainConfig(**emulated)
-    else:
-        config = parse_config(TRAIN, flags)
+    flags, config = read_flags(command)
     check_devices(command.program, flags, environments or {})
-    kinds = config.emulate_kinds or command.variable(KINDS_VARIABLE, os.environ)
-    slowdown = config.emulate_slowdown or command.variable(SLOWDOWN_VARIABLE, os.environ)
     if hosts_file is None:
         hosts, hostfiles = read_hosts(command)
     else:
-        if kinds or slowdown:
+        if config.emulate_kinds or config.emulate_slowdown:
             raise UserError(
                 "--hosts-file cannot be combined with emulated kinds or slowdowns, which are "
                 "listed by rank: the ranks' numbers change with the hosts; remove one of them"
@@ -174,30 +165,58 @@ def make_job(
         hostfiles = {}
     # With mpirun --wdir the run folder is relative to that directory.
     place = Path(*command.values(FOLDERS)[-1:])
-    run_dir = config.run_dir
-    if not run_dir:
-        of_script = Path(time.strftime("runs/script-%Y%m%d-%H%M%S"))
-        name = of_script if is_script else config.choose_folder()
-        run_dir = str(name.with_name(make_new_folder(place / name).name))
+    config = name_results(config, command.program, place)
     job = JobCommand(
         command=command,
         own_flags=len(flags),
-        config=replace(
-            config,
-            run_dir=run_dir,
-            snapshots="" if is_script else config.snapshots or secrets.token_hex(16),
-            emulate_kinds=kinds,
-            emulate_slowdown=slowdown,
-        ),
+        config=config,
         hosts=tuple(with_devices(hosts, environments or {})),
         local=frozenset(host.name for host in hosts if is_local(host.name)),
         hostfiles=hostfiles,
-        folder=place / run_dir,
+        folder=place / config.run_dir,
         job_id=secrets.token_hex(8),
         hosts_file=hosts_file.path if hosts_file is not None else "",
         environments=environments or {},
     )
     return job if hosts_file is None else job.with_hosts(hosts_file.hosts)
+
+
+def read_flags(command: Command) -> tuple[Sequence[str], TrainConfig]:
+    """Return the flags of the command's program without a script's own, and their settings.
+
+    Those of kaitian-run are the emulation's only.
+    """
+    flags: Sequence[str] = command.arguments
+    if command.program == RUN:
+        chosen = run.make_parser().parse_args(flags)
+        flags = run.own_flags(flags)
+    if given := launch_flags_in(flags):
+        raise UserError(
+            f"{given[0]} of {command.program} starts mpirun itself; write mpirun before "
+            f"{command.program} in its place, as in mpirun -np 4 {command.program}"
+        )
+    if command.program == RUN:
+        emulated = {name: getattr(chosen, name) for name in ("emulate_kinds", "emulate_slowdown")}
+        config = TrainConfig(**emulated)
+    else:
+        config = parse_config(TRAIN, flags)
+    kinds = config.emulate_kinds or command.variable(KINDS_VARIABLE, os.environ)
+    slowdown = config.emulate_slowdown or command.variable(SLOWDOWN_VARIABLE, os.environ)
+    return flags, replace(config, emulate_kinds=kinds, emulate_slowdown=slowdown)
+
+
+def name_results(config: TrainConfig, program: str, place: Path) -> TrainConfig:
+    """Return the settings with a run folder, and a name of snapshots, if the user has given none.
+
+    The folder is made, in `place`. A script has no snapshots.
+    """
+    snapshots = "" if program == RUN else config.snapshots or secrets.token_hex(16)
+    run_dir = config.run_dir
+    if not run_dir:
+        of_script = Path(time.strftime("runs/script-%Y%m%d-%H%M%S"))
+        name = of_script if program == RUN else config.choose_folder()
+        run_dir = str(name.with_name(make_new_folder(place / name).name))
+    return replace(config, run_dir=run_dir, snapshots=snapshots)
 
 
 def ask_host(agent: Sequence[str], job: JobCommand, host: Host) -> PendingAnswer:
