@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kaitian_mpi.distributed.network.link import Link
     from kaitian_mpi.distributed.point_to_point import Mailbox
     from kaitian_mpi.distributed.relay.relay import Relay
+    from kaitian_mpi.mpi.store import MPIStore
 
 _UNIQUE_LENGTH = 8  # in timelines
 _ENDED = "this process group has been destroyed"
@@ -76,7 +77,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         self.comms = comms
         self.links = links
         self.has_one_group = len(comms.groups) == 1
-        """Whether all ranks are in one group, so that there is no relay."""
+        """Whether all ranks are in one group, so that nothing crosses between kinds."""
         self.torch_versions = tuple(info.torch_version for info in infos)
         """The release of torch of each rank."""
         self._name = str(options.group_id)
@@ -87,47 +88,65 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         has_library = _has_library(world, [infos[rank] for rank in comms.own.ranks])
         streams = SideStreams(world.device if has_library else None)
         select_device = partial(world.device_kind.select, world.device_index)
-        self._make_thread = partial(CommunicationThread, select_device=select_device)
-        self._worker = Worker(
-            f"kaitian-{self._name}", streams, self._arrivals.begins, self._make_thread
-        )
+        make_thread = partial(CommunicationThread, select_device=select_device)
+        self._worker = Worker(f"kaitian-{self._name}", streams, self._arrivals.begins, make_thread)
         self._libraries: list[VendorLibrary] = []
         if has_library:
-            from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
-            from kaitian_mpi.distributed.collectives.vendor_connection import VendorConnection
-
-            kind = world.device_kind
             # A script may create a group of the same name again, with the same store.
             unique_store = dist.PrefixStore(unique, options.store)
-            for groups in (comms, comms.by_host):
-                if groups is not None:
-                    connection = VendorConnection(
-                        groups, kind, unique_store, store, options.timeout, self._worker.fail
-                    )
-                    self._libraries.append(VendorLibrary(connection, kind, world.device))
-        self._has_accelerators = not all(info.is_on_host for info in infos)
-        self.host = self._host_operations(world, infos)
+            self._libraries = self._make_libraries(world, unique_store, store)
+        has_accelerators = not all(info.is_on_host for info in infos)
+        self.relay = self._make_relay(world, has_accelerators)
+        """Between device and host memory; None if all ranks are CPUs of one group."""
+        self.host = self._host_operations(infos)
         """Carries collectives out in host memory; its `algorithm` of `allreduce` can be set."""
         label = GroupLabel(self._name, unique[:_UNIQUE_LENGTH])
         library = self._libraries[0] if has_library and self.has_one_group else None
         self._check_devices = partial(check_own_device, str(world.info), world.device)
         router = Router(library, self.host, self._worker, streams, label, self._check_devices)
         self._mailbox: Mailbox | None = None
+        self._make_mailbox = partial(
+            _make_mailbox,
+            comms.messages,
+            f"kaitian-messages-{self._name}",
+            self._arrivals,
+            on_failure=self._worker.fail,
+            make_thread=make_thread,
+            has_accelerators=has_accelerators,
+        )
         self._lock = threading.Lock()
         # It usually returns the function that it is given.
         self._paced = world.device_kind.calls.around
         self._run = self._paced(router.run)
         register_close(self.shutdown)
 
-    def _host_operations(self, world: World, infos: Sequence[RankInfo]) -> HostOperations:
-        """Return the collectives in host memory; with several groups, their allreduce is hybrid."""
-        self.relay: Relay | None = None
-        if self.has_one_group and not self._has_accelerators:
-            return HostOperations(self.comms.world, self._arrivals, self.links)
+    def _make_libraries(
+        self, world: World, unique_store: dist.Store, group_store: MPIStore
+    ) -> list[VendorLibrary]:
+        """Return the vendor's library for each way to group the ranks, not connected yet."""
+        from kaitian_mpi.distributed.collectives.vendor import VendorLibrary
+        from kaitian_mpi.distributed.collectives.vendor_connection import VendorConnection
+
+        kind = world.device_kind
+        connections = [
+            VendorConnection(
+                groups, kind, unique_store, group_store, self._timeout, self._worker.fail
+            )
+            for groups in (self.comms, self.comms.by_host)
+            if groups is not None
+        ]
+        return [VendorLibrary(connection, kind, world.device) for connection in connections]
+
+    def _make_relay(self, world: World, has_accelerators: bool) -> Relay | None:
+        if self.has_one_group and not has_accelerators:
+            return None
         from kaitian_mpi.distributed.relay.relay import Relay
 
-        self.relay = Relay(world.relay, world.device, self.links, self._has_accelerators)
-        if self.has_one_group:
+        return Relay(world.relay, world.device, self.links, has_accelerators)
+
+    def _host_operations(self, infos: Sequence[RankInfo]) -> HostOperations:
+        """Return the collectives in host memory; with several groups, their allreduce is hybrid."""
+        if self.relay is None or self.has_one_group:
             return HostOperations(self.comms.world, self._arrivals, self.links, self.relay)
         from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
 
@@ -156,7 +175,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         Otherwise the first long tensor is preceded by that.
         """
         link = self.links.get(self.comms.world.py2f())
-        if link is None or (self.has_one_group and self._libraries):
+        if link is None or self.uses_library:
             return False
         link.choose()
         return True
@@ -179,18 +198,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             if self._closed:
                 raise CollectiveError(f"{name}: {_ENDED}")
             if self._mailbox is None:
-                from kaitian_mpi.distributed.point_to_point import Mailbox
-
-                thread = f"kaitian-messages-{self._name}"
-                self._mailbox = Mailbox(
-                    self.comms.messages,
-                    thread,
-                    self._arrivals,
-                    self._timeout,
-                    self._worker.fail,
-                    self._make_thread,
-                    self._has_accelerators,
-                )
+                self._mailbox = self._make_mailbox(timeout=self._timeout)
             return self._mailbox
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -248,6 +256,12 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         # MPI is not done with a failed collective, nor with a message that was not received.
         if is_done and not self.is_broken:
             free_when_unused(self.comms)
+
+
+def _make_mailbox(*arguments: Any, **settings: Any) -> Mailbox:
+    from kaitian_mpi.distributed.point_to_point import Mailbox
+
+    return Mailbox(*arguments, **settings)
 
 
 def _raise_ended(collective: Collective) -> Work:
