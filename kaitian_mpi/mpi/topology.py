@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _lock = threading.Lock()
-_waiting: list[tuple[MPI.Request, GroupComms]] = []  # communicators to free
+_to_free: list[tuple[MPI.Request, GroupComms]] = []  # once the request is done
 
 GROUP_VARIABLE = "KAITIAN_GROUP_BY"
 """The environment variable that acts as `--group-by`."""
@@ -140,7 +140,13 @@ class RelaySettings:
 
 
 def agree_on_settings(comm: MPI.Comm, group_by: str = "auto") -> RelaySettings:
-    """Return the settings with which a job starts, some ranks' variable or none. Collective."""
+    """Return the settings with which a job starts. Collective.
+
+    A grouping that only some ranks ask for, as by their environment variable, is that of all.
+
+    Raises:
+        AgreedError: the ranks ask for different groupings, or one that does not exist.
+    """
     requested = group_by
     if group_by == "auto":
         requested = os.environ.get(GROUP_VARIABLE, "").strip() or "auto"
@@ -156,7 +162,7 @@ def agree_on_settings(comm: MPI.Comm, group_by: str = "auto") -> RelaySettings:
 
 
 def shared_devices(infos: Sequence[RankInfo]) -> list[list[RankInfo]]:
-    """Return the ranks that share a device with others of their group with a library, by device."""
+    """Return the ranks of each device that several of one kind have, if it has a library."""
     users: dict[tuple[str, str], list[RankInfo]] = {}
     for info in infos:
         if info.physical_device and info.library:
@@ -236,7 +242,7 @@ def translate_ranks(comm: MPI.Intracomm, world: MPI.Intracomm) -> list[int]:
 def split_into_groups(
     world: MPI.Intracomm, kinds: Sequence[str], nodes: Sequence[int], group_by: str
 ) -> GroupComms:
-    """Split `world`, theirs alone from then on, into groups and lanes. Collective."""
+    """Split `world` into groups and lanes; the result frees it. Collective."""
     messages = world.Dup()
     for comm in (world, messages):
         track_comm(comm)
@@ -270,13 +276,13 @@ def free_when_unused(comms: GroupComms) -> None:
     """Free communicators once every rank has called this, by a nonblocking barrier."""
     free_unused_comms()
     with tolerating_loss(), _lock:
-        _waiting.append((comms.messages.Ibarrier(), comms))
+        _to_free.append((comms.messages.Ibarrier(), comms))
 
 
 def free_unused_comms() -> None:
     """Free the communicators that no rank uses any longer. Not collective, does not block."""
     with _lock:
-        _waiting[:] = [(request, comms) for request, comms in _waiting if _is_kept(request, comms)]
+        _to_free[:] = [(request, comms) for request, comms in _to_free if _is_kept(request, comms)]
 
 
 def _is_kept(request: MPI.Request, comms: GroupComms) -> bool:
