@@ -22,7 +22,7 @@ from kaitian_mpi.integrations.shard.script_parameters import (
     is_sharded,
 )
 from kaitian_mpi.train.layouts.shard.memory_budget import is_worth_sharding
-from kaitian_mpi.train.layouts.shard.shards import count_rows
+from kaitian_mpi.train.layouts.shard.row_states import count_rows
 
 
 class HostParameters(ScriptParameters):

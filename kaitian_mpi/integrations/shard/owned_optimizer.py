@@ -24,11 +24,8 @@ from kaitian_mpi.integrations.shard.state_pieces import (
     state_pieces,
 )
 from kaitian_mpi.train.layouts.divided_state import number_groups
-from kaitian_mpi.train.layouts.shard.shards import (
-    count_rows,
-    cut_state,
-    steps_by_element,
-)
+from kaitian_mpi.train.layouts.shard.row_states import count_rows, cut_state
+from kaitian_mpi.train.layouts.shard.shards import steps_by_element
 
 # An update of these is of several parameters together, or reads gradients outside of step().
 _REFUSED = (

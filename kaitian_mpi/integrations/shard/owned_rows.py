@@ -13,10 +13,8 @@ from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.distributed.shard_buckets import rows_of_part
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
-from kaitian_mpi.train.layouts.shard.shards import count_rows
+from kaitian_mpi.train.layouts.shard.row_states import Key, count_rows
 
-Key = tuple[int, int, int]
-"""The number of a parameter, and the begin and end of some of its rows."""
 Piece = tuple[int, int, Any]
 """The begin and end of some rows, and what an owner has of them."""
 MODEL, OPTIMIZER, FIRST = 0, 1, 2

@@ -21,11 +21,11 @@ from kaitian_mpi.integrations.shard.lent_parameters import (
     is_lent,
     move_from_meta,
 )
-from kaitian_mpi.integrations.shard.owned_rows import Key
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
 from kaitian_mpi.integrations.shard.script_parameters import is_sharded
 from kaitian_mpi.mpi.exchange import check_same, gather_values
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.layouts.shard.row_states import Key
 from kaitian_mpi.train.measure.rank_timer import memory_limit
 from kaitian_mpi.train.state_transfer import broadcast_state
 

@@ -24,7 +24,7 @@ from kaitian_mpi.integrations.shard.owned_rows import (
 )
 from kaitian_mpi.integrations.shard.owner_reads import OwnerReads
 from kaitian_mpi.integrations.shard.owners_value import OwnersValue, ValueSource
-from kaitian_mpi.train.layouts.shard.shards import join_states
+from kaitian_mpi.train.layouts.shard.row_states import join_states
 
 _SMALL_FRACTION = 0.25
 

@@ -18,7 +18,8 @@ from kaitian_mpi.train.layouts.divided_step import check_parts
 from kaitian_mpi.train.layouts.layout import Layout
 from kaitian_mpi.train.layouts.shard.engine import ShardEngine
 from kaitian_mpi.train.layouts.shard.memory_budget import MemoryBudget, find_memory_budget
-from kaitian_mpi.train.layouts.shard.shards import Key, Shards, divide_parameters, steps_by_element
+from kaitian_mpi.train.layouts.shard.row_states import Key
+from kaitian_mpi.train.layouts.shard.shards import Shards, divide_parameters, steps_by_element
 from kaitian_mpi.train.measure.plan import Plan, Profile, Profiles, find_profiles
 from kaitian_mpi.train.setup import Setup
 from kaitian_mpi.train.state import State

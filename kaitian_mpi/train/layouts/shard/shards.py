@@ -8,7 +8,7 @@ same, so that all of the state is left after a rank is lost.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,15 +27,22 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.tensor_files import Spool
 from kaitian_mpi.train.layouts.divided_state import DividedState
+from kaitian_mpi.train.layouts.shard.row_states import (
+    Keep,
+    Key,
+    copy_rows,
+    count_rows,
+    cover,
+    find_sources,
+    keep_rows,
+    move_states,
+)
 from kaitian_mpi.train.partition import Collected
-from kaitian_mpi.train.state_transfer import broadcast_state, copy_state, is_whole, send_state
+from kaitian_mpi.train.state_transfer import broadcast_state
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-
-Key = tuple[int, int, int]
-"""A parameter's number, and the rows from one to before another."""
 
 # Those of which each element's update depends on that element alone, so that rows can be sharded.
 _BY_ELEMENT = (
@@ -43,7 +50,7 @@ _BY_ELEMENT = (
     *(optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Rprop, optim.ASGD),
 )
 _VALUE = "value"
-_STATE = 3  # bytes of a gradient and of an optimizer's state, about, for each of a value
+_GRADIENT_AND_STATE = 3  # their bytes, about, for each byte of a value
 
 
 class Shards(DividedState[Part]):
@@ -111,10 +118,10 @@ class Shards(DividedState[Part]):
 
     def is_complete(self, comm: MPI.Intracomm) -> bool:
         """Return whether these ranks have all of the state. Collective."""
-        states = _sources(comm, self._held())
-        values = _sources(comm, self._values | self._loaded)
+        states = find_sources(comm, self._held())
+        values = find_sources(comm, self._values | self._loaded)
         return all(
-            sum(end - begin for _, (begin, end) in _cover(sources, self._whole(number)))
+            sum(end - begin for _, (begin, end) in cover(sources, self._whole(number)))
             == count_rows(self._parameters[number])
             for sources, numbers in ((states, self._numbers), (values, self.owned))
             for number in numbers
@@ -142,7 +149,7 @@ class Shards(DividedState[Part]):
             for rank in (part.owner, part.mirror)
             if rank != NO_MIRROR
         ]
-        states = _move(world.comm, held, wanted, _kept)
+        states = move_states(world.comm, held, wanted, keep_rows)
         values = self._move_values(world.comm, wanted)
         held.clear()
         self.parts = parts
@@ -168,14 +175,16 @@ class Shards(DividedState[Part]):
             return
         if self._reducer is not None:
             self._reducer.values.restore_mirrored()
-        sources = _sources(comm, map(_key, self.targets))
+        sources = find_sources(comm, map(_key, self.targets))
         by_holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for number in sorted(sources.keys() - self.owned):
             parameter = self._parameters[number].detach()
-            for (source, *_), (begin, end) in _cover(sources, self._whole(number)):
+            for source, (begin, end) in cover(sources, self._whole(number)):
                 rows = parameter[begin:end] if parameter.dim() else parameter
-                others = (r for r, low, high in sources[number] if low <= begin and end <= high)
-                by_holders.setdefault((source, *others), []).append(rows)
+                others = (
+                    held.rank for held in sources[number] if held.begin <= begin and end <= held.end
+                )
+                by_holders.setdefault((source.rank, *others), []).append(rows)
         for holders, values in sorted(by_holders.items(), key=lambda item: item[0]):
             # One that steps these itself keeps its own: the source may be lost at this moment.
             receives = comm.rank not in holders
@@ -246,7 +255,7 @@ class Shards(DividedState[Part]):
         self.wait_for_values()
         spool = Spool(folder)
         wanted = [(key, 0) for key in whole]
-        states = _move(world.comm, {} if only_values else self._held(), wanted, spool.keep)
+        states = move_states(world.comm, {} if only_values else self._held(), wanted, spool.keep)
         moved = self._move_values(world.comm, wanted, spool.keep)
         optimizers = self.optimizer_states()
         if world.rank == 0:
@@ -265,17 +274,17 @@ class Shards(DividedState[Part]):
         self,
         comm: MPI.Intracomm,
         wanted: Iterable[tuple[Key, int]],
-        keep: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None,
+        keep: Keep | None = None,
     ) -> dict[Key, torch.Tensor]:
-        """Return owned values as `_move` does; those that stay are not copied without `keep`."""
+        """Return owned values like `move_states`; those that stay are not copied without `keep`."""
         held = {key: {_VALUE: value} for key, value in (self._loaded | self._values).items()}
         wanted = [(key, rank) for key, rank in wanted if key[0] in self.owned]
         of_file = {id(value) for value in self._loaded.values()}  # whose memory is a file's
 
         def keep_own(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-            return _copied(rows) if id(rows[0]) in of_file else _kept(rows)
+            return copy_rows(rows) if id(rows[0]) in of_file else keep_rows(rows)
 
-        moved = _move(comm, held, wanted, keep or keep_own)
+        moved = move_states(comm, held, wanted, keep or keep_own)
         return {key: state[_VALUE] for key, state in moved.items() if state}
 
     def _whole(self, number: int) -> Key:
@@ -305,7 +314,8 @@ def _counts(
 ) -> list[int]:
     """Return about how many bytes of each parameter's value, gradient and state are owned."""
     return [
-        p.nbytes * (_STATE * (p.requires_grad and number in stepped) + (number in owned))
+        p.nbytes
+        * (_GRADIENT_AND_STATE * (p.requires_grad and number in stepped) + (number in owned))
         for number, p in enumerate(parameters)
     ]
 
@@ -349,111 +359,8 @@ def divide_parameters(
     return divide(counts, [*map(count_rows, parameters)], pairs, order, by_rows)
 
 
-def _move(
-    comm: MPI.Intracomm,
-    held: Mapping[Key, dict[str, Any]],
-    wanted: Iterable[tuple[Key, int]],
-    keep: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-) -> dict[Key, dict[str, Any]]:
-    """Return the states that this rank wants, from the ranks that have them. Collective.
-
-    Args:
-        comm: of the ranks.
-        held: this rank's states.
-        wanted: what each is of, and which rank wants it; the same on every rank.
-        keep: makes consecutive rows one tensor of this rank's own, in host memory.
-    """
-    sources = _sources(comm, held)
-    states: dict[Key, dict[str, Any]] = {}
-    for key, target in wanted:
-        pieces = []
-        for (rank, *source), rows in _cover(sources, key, target):
-            source_key = key[0], source[0], source[1]
-            piece = cut_state(held[source_key], source_key, rows) if comm.rank == rank else None
-            pieces.append(piece if rank == target else send_state(comm, piece, rank, target))
-        if comm.rank == target:
-            states[key] = join_states([piece for piece in pieces if piece is not None], keep)
-    return states
-
-
-def _sources(comm: MPI.Intracomm, keys: Iterable[Key]) -> dict[int, list[tuple[int, int, int]]]:
-    """Return by parameter which rank has which rows, as their first one and end. Collective."""
-    sources: dict[int, list[tuple[int, int, int]]] = {}
-    for rank, rank_keys in enumerate(gather_values(comm, [*keys])):
-        for number, begin, end in rank_keys:
-            sources.setdefault(number, []).append((rank, begin, end))
-    return sources
-
-
-def _cover(
-    sources: Mapping[int, Sequence[tuple[int, int, int]]], wanted: Key, target: int = -1
-) -> Iterator[tuple[tuple[int, int, int], tuple[int, int]]]:
-    """Yield who has consecutive rows of what is wanted, and which: rank `target` itself, if it can.
-
-    Several ranks may have the same rows, and the rows of two may overlap.
-    """
-    number, at, end = wanted
-    while at < end:
-        fits = [rows for rows in sources.get(number, ()) if rows[1] <= at < rows[2]]
-        if not fits:
-            return
-        best = max(fits, key=lambda rows: (rows[0] == target, rows[2], -rows[0]))
-        until = min(end, best[2])
-        yield best, (at, until)
-        at = until
-
-
-def cut_state(state: Mapping[str, Any], key: Key, rows: tuple[int, int]) -> dict[str, Any]:
-    """Return the state of some rows."""
-    _, begin, end = key
-    if rows == (begin, end):
-        return dict(state)
-    cut = {}
-    for name, value in state.items():
-        if _has_rows(value, end - begin):
-            value = value[rows[0] - begin : rows[1] - begin]
-            if value.stride(0) == 0:  # all rows have the memory of one number: see `ShardedModel`
-                value = value.clone(memory_format=torch.contiguous_format)
-        cut[name] = value
-    return cut
-
-
-def join_states(
-    pieces: Sequence[Mapping[str, Any]], keep: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-) -> dict[str, Any]:
-    """Return one state of the states of consecutive rows."""
-    joined: dict[str, Any] = {}
-    for name, first in (pieces[0] if pieces else {}).items():
-        if _is_tensor(first):
-            joined[name] = keep([piece[name] for piece in pieces])
-        else:  # as the number of steps, which is that of all rows
-            joined[name] = copy_state(first)
-    return joined
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _has_rows(value: Any, rows: int) -> bool:
-    return _is_tensor(value) and len(value) == rows
-
-
-def _kept(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    return rows[0] if len(rows) == 1 and is_whole(rows[0]) else _copied(rows)
-
-
-def _copied(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    return copy_state(rows[0]) if len(rows) == 1 else torch.cat([piece.cpu() for piece in rows])
-
-
 def _key(part: Part) -> Key:
     return part.parameter, part.begin, part.end
-
-
-def count_rows(parameter: torch.Tensor) -> int:
-    """Return the length of a parameter's first dimension; 1 without dimensions."""
-    return len(parameter) if parameter.dim() else 1
 
 
 def _target(parameter: nn.Parameter, part: Part) -> nn.Parameter:
