@@ -2,6 +2,9 @@
 
 Its name is `for-PID`, with that of the rank. It ends with its launcher, and the rank with it.
 
+It does for any command what the package's `runtime/forked_rank.py` does for one, and shares nothing
+with that: to import the package would make its start three times as long, in each test.
+
 python -I -S forked_rank.py SOCKET COMMAND...
 """
 
