@@ -30,14 +30,19 @@ def load_factory(flag: str, spec: str) -> Callable[..., Any]:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
             raise UserError(
-                f"{flag} {spec}: no module named {missing!r}, neither installed nor in {folder}"
+                f"{flag} {spec}: no module named {missing!r}, neither installed nor in {folder}; "
+                "start the command in the module's folder, or install it"
             ) from error
         raise UserError(
-            f"{flag} {spec}: importing {module_name} raised {one_line(error)}"
+            f"{flag} {spec}: importing {module_name} raised {one_line(error)}; "
+            f"python -c 'import {module_name}' shows where"
         ) from error
     factory = getattr(module, name, None)
     if factory is None:
-        raise UserError(f"{flag} {spec}: module {module_name} has no attribute {name!r}")
+        raise UserError(
+            f"{flag} {spec}: module {module_name} has no attribute {name!r}; name a function or a "
+            "class of it"
+        )
     if not callable(factory):
         raise UserError(
             f"{flag} {spec} is an object of type {type(factory).__name__}; name a function or a "

@@ -94,7 +94,7 @@ def choose_device(
     if choice.kind != "cpu" and choice.index >= counts[choice.kind]:
         raise UserError(
             f"--devices {request}: local rank {local_rank} on {host} asks for "
-            f"{choice.kind}:{choice.index}, but {_inventory(counts, host)}"
+            f"{choice.kind}:{choice.index}, but {_inventory(counts, host)}; name another device"
         )
     return choice
 

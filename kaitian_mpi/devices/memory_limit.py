@@ -109,7 +109,9 @@ def limit_memory(
     limits = parse_memory(text, ranks)
     if limits[rank]:
         if not device.is_host or not _STATUS.exists():
-            raise UserError(f"{MEMORY_FLAG}: only CPU ranks on Linux can be limited")
+            raise UserError(
+                f"{MEMORY_FLAG}: only CPU ranks on Linux can be limited; give the others no limit"
+            )
         device = LimitedDevice(device, limits[rank], present)
     return device, limits
 

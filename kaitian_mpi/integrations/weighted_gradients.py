@@ -111,8 +111,8 @@ class _WeightGradient(torch.autograd.Function):
         torch.autograd.Variable._execution_engine.queue_callback(ctx.weight.backward_done)
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                "--adaptive does not support gradients of gradients (create_graph=True): a rank's "
-                "are weighted by its rows"
+                "--adaptive does not support gradients of gradients (create_graph=True), as a "
+                "rank's are weighted by its rows; leave out --adaptive"
             )
         factor = ctx.weight.factor
         if factor == 0:  # not multiplied by it, which would keep a NaN

@@ -123,9 +123,14 @@ def reduction(dtype: torch.dtype, op: Any) -> Reduction:
     inexact = dtype.is_floating_point or dtype.is_complex
     impossible = (kind in _BITWISE and inexact) or (kind in _ORDERED and dtype.is_complex)
     if kind not in table or impossible:
-        raise UnsupportedError(f"reduce operation {kind} on {dtype} is not supported by kaitian")
+        raise UnsupportedError(
+            f"reduce operation {kind} on {dtype} is not supported by kaitian; use another, or "
+            "convert the tensor"
+        )
     if dtype not in _TYPES and dtype not in ACCUMULATION_DTYPES:
-        raise UnsupportedError(f"a reduction of {dtype} is not supported by kaitian")
+        raise UnsupportedError(
+            f"a reduction of {dtype} is not supported by kaitian; convert the tensor"
+        )
     return table[kind]
 
 

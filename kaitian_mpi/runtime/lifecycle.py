@@ -107,7 +107,7 @@ def start_limit(environ: Mapping[str, str]) -> float:
             if 0 <= limit_sec < math.inf:
                 return limit_sec
         raise UserError(
-            f"{START_LIMIT_VARIABLE} must be a number of seconds, 0: forever; not {text!r}"
+            f"{START_LIMIT_VARIABLE} must be a number of seconds (0: no limit), not {text!r}"
         )
     return limit_sec
 

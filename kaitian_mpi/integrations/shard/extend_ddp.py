@@ -116,7 +116,8 @@ def _check(ddp: DistributedDataParallel, ranks: int) -> None:
         )
     if group.size() != ranks:
         raise UnsupportedError(
-            f"--layout shard needs DDP over all {ranks} ranks, not {group.size()}"
+            f"--layout shard needs DDP over all {ranks} ranks, not {group.size()}; give DDP no "
+            "process_group of its own"
         )
     if ddp.mixed_precision is not None:
         raise UnsupportedError(
@@ -133,7 +134,10 @@ def _check(ddp: DistributedDataParallel, ranks: int) -> None:
                 "or let DDP sum its gradient"
             )
         if parameter.requires_grad and parameter.is_complex():
-            raise UnsupportedError(f"--layout shard does not support complex parameters: {name}")
+            raise UnsupportedError(
+                f"--layout shard does not support complex parameters: {name}; give --layout "
+                "replicate"
+            )
 
 
 def _has_sums(ddp: DistributedDataParallel) -> bool:

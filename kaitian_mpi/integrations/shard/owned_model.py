@@ -243,7 +243,8 @@ class OwnedModel:
             return
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                "--layout shard does not support gradients of gradients (create_graph=True)"
+                "--layout shard does not support gradients of gradients (create_graph=True); "
+                "give --layout replicate"
             )
         self._syncs = syncs
         self._announce(ScriptCall.SUM if syncs else ScriptCall.ADD)

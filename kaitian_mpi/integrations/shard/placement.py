@@ -188,7 +188,10 @@ class Placement:
             return NOT_YET
         holder = self._lent[index]()
         if holder is None:
-            raise UserError("--layout shard: a rank reads a model that rank 0's script has deleted")
+            raise UserError(
+                "--layout shard: a rank reads a model that rank 0's script has deleted; delete it "
+                "on all ranks, or on none"
+            )
         return holder.serve(number, changes)
 
     def _give_missing(

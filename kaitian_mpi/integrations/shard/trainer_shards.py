@@ -245,6 +245,6 @@ class TrainerShards:
         if owned is None:
             raise UserError(
                 "--layout shard: a rank reads a model or an optimizer that other ranks' scripts "
-                "have deleted"
+                "have deleted; delete it on all ranks, or on none"
             )
         return owned.serve(*numbers)

@@ -53,7 +53,9 @@ def check_experts(model: nn.Module, mixtures: Mapping[str, Experts]) -> None:
             for parameter in expert.parameters():
                 other = inside.setdefault(parameter, text)
                 if other != text:
-                    raise UserError(f"--layout experts: {text} and {other} share a parameter")
+                    raise UserError(
+                        f"--layout experts: {text} and {other} share a parameter; give each its own"
+                    )
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
         raise UserError(
             "--layout experts: the model has a SyncBatchNorm, whose gradients would be weighted "
@@ -67,7 +69,7 @@ def check_experts(model: nn.Module, mixtures: Mapping[str, Experts]) -> None:
                 if parameter in inside:
                     raise UserError(
                         f"--layout experts: {inside[parameter]} shares a parameter with "
-                        f"{name or 'the model'}, which every rank needs"
+                        f"{name or 'the model'}, which every rank needs; give each its own"
                     )
 
 
