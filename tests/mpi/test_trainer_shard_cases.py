@@ -25,6 +25,6 @@ def installed(world):
 @pytest.mark.usefixtures("installed")
 def test_a_random_loop_trains_as_one_process(world, seed):
     case = draw(seed, world.size)
-    found = run(case, world)
-    assert not isinstance(found, str), found
-    assert found < case.tolerance
+    outcome = run(case, world)
+    assert not isinstance(outcome, str), outcome
+    assert outcome < case.tolerance

@@ -185,8 +185,10 @@ class Model(nn.Module):
     def __init__(self, case):
         super().__init__()
         torch.manual_seed(case.seed)
-        self.case, width = case, case.width
-        self.first, self.last = nn.Linear(FEATURES, width), nn.Linear(width, CLASSES)
+        self.case = case
+        width = case.width
+        self.first = nn.Linear(FEATURES, width)
+        self.last = nn.Linear(width, CLASSES)
         self.layers = nn.ModuleList()
         self.numbers = nn.ParameterList()
         for block in case.blocks:
@@ -234,12 +236,14 @@ def batch(case, size, number):
 class Loop:
     """Runs a case in DDP on all ranks, or in one process."""
 
-    def __init__(self, case, world, is_own):
-        self.case, self.world, self.is_own = case, world, is_own
-        with torch.device("meta" if is_own and case.on_meta[world.rank] else "cpu"):
+    def __init__(self, case, world, is_distributed):
+        self.case = case
+        self.world = world
+        self.is_distributed = is_distributed  # else this process computes what all ranks do
+        with torch.device("meta" if is_distributed and case.on_meta[world.rank] else "cpu"):
             self.module = Model(case)
-        self.model = self.wrap() if is_own else self.module
-        self.found = []
+        self.model = self.wrap() if is_distributed else self.module
+        self.results = []
         self.skew = random.Random(f"{case.seed} {world.rank}")
         self.averages = self.kept = self.old = self.other = None
         self.batches = 0
@@ -267,14 +271,14 @@ class Loop:
             self.optimizers.append(OPTIMIZERS[name]([g for g in groups if g["params"]]))
 
     def nap(self):
-        if self.case.sleeps and self.is_own and self.skew.random() < 0.3:
+        if self.case.sleeps and self.is_distributed and self.skew.random() < 0.3:
             time.sleep(self.skew.random() * 0.05)
 
     def loss(self, x, y, some):
-        if self.is_own:
-            mine = slice(self.world.rank, None, self.world.size)
+        if self.is_distributed:
+            rank_rows = slice(self.world.rank, None, self.world.size)
             flags = some[self.world.rank * 16 :]
-            return nn.functional.cross_entropy(self.model(x[mine], flags), y[mine])
+            return nn.functional.cross_entropy(self.model(x[rank_rows], flags), y[rank_rows])
         losses = []
         for rank in range(self.world.size):
             part, flags = slice(rank, None, self.world.size), some[rank * 16 :]
@@ -310,7 +314,7 @@ class Loop:
         for micro in range(step["micro"]):
             self.nap()
             adds = step["no_sync"] and micro + 1 < step["micro"]
-            with self.model.no_sync() if adds and self.is_own else contextlib.nullcontext():
+            with self.model.no_sync() if adds and self.is_distributed else contextlib.nullcontext():
                 losses = [self.next_loss() for _ in range(step["forwards"])]
                 if step["place"] == "between" and micro == 0:
                     self.clear()
@@ -339,7 +343,7 @@ class Loop:
                     self.clip(group["params"], "norm")
 
     def note(self, *values):
-        self.found += [torch.as_tensor(value).detach().double().clone() for value in values]
+        self.results += [torch.as_tensor(value).detach().double().clone() for value in values]
 
     def run(self):
         if self.case.created == "early":
@@ -357,7 +361,7 @@ class Loop:
                 self.nap()
                 getattr(self, event)()
         self.save_all()
-        return self.found
+        return self.results
 
     def train(self):
         step = self.step
@@ -382,9 +386,9 @@ class Loop:
             self.clear()
 
     @property
-    def is_one(self):
-        """Whether this rank does what one does alone."""
-        return not self.is_own or self.world.rank == self.step["rank"]
+    def acts_alone(self):
+        """Whether this is the rank that does something alone in this step."""
+        return not self.is_distributed or self.world.rank == self.step["rank"]
 
     def save_all(self):
         for optimizer in self.optimizers:
@@ -393,19 +397,15 @@ class Loop:
                 self.note(*(state[place][name] for name in sorted(state[place]) if name != "none"))
         self.note(*self.module.state_dict().values())
 
-    def skip(self):
-        """Note that this rank has not what the one has found."""
-        self.found.append(None)
-
     def alone(self, function):
-        if self.is_one:
-            before = len(self.found)
+        """Have one rank do something, and note its results as one."""
+        if self.acts_alone:
+            before = self.results
+            self.results = []
             function()
-            whole = self.found[before:]
-            del self.found[before:]
-            self.found.append(whole)
+            self.results = [*before, self.results]
         else:
-            self.skip()
+            self.results.append(None)  # only the rank that acts has them
 
     def save(self):
         self.alone(self.save_all)
@@ -432,7 +432,7 @@ class Loop:
         other = copy.deepcopy(self.model)
         optimizer = torch.optim.SGD(other.parameters(), lr=0.2)
         x, _ = batch(self.case, self.world.size, self.batches)
-        if self.is_own:
+        if self.is_distributed:
             x = x[self.world.rank :: self.world.size]
         other(x, [True] * 16).square().mean().backward()
         optimizer.step()
@@ -493,11 +493,11 @@ class Loop:
         self.note(*self.old.values())
 
     def sleep(self):
-        if self.is_own:
+        if self.is_distributed:
             time.sleep(self.skew.random() * 0.1)
 
     def barrier(self):
-        if self.is_own:
+        if self.is_distributed:
             dist.barrier()
 
     def eval_mode(self):
@@ -536,13 +536,13 @@ class Loop:
         if self.other is None:
             torch.manual_seed(3)
             self.other = nn.Linear(CLASSES, CLASSES).double()
-            self.rival = DistributedDataParallel(self.other) if self.is_own else self.other
+            self.rival = DistributedDataParallel(self.other) if self.is_distributed else self.other
             self.others = torch.optim.AdamW(self.other.parameters(), 0.02)
         self.module.zero_grad()
         self.others.zero_grad()
         x, _ = batch(self.case, self.world.size, self.batches)
         some = [True] * 16
-        if self.is_own:
+        if self.is_distributed:
             x = x[self.world.rank :: self.world.size]
         self.rival(self.model(x, some)).square().mean().backward()
         self.note(nn.utils.clip_grad_norm_(self.other.parameters(), 0.3))
@@ -553,28 +553,28 @@ class Loop:
     def thrown_away(self):
         """A backward under no_sync whose gradients are cleared."""
         self.module.zero_grad()
-        with self.model.no_sync() if self.is_own else contextlib.nullcontext():
+        with self.model.no_sync() if self.is_distributed else contextlib.nullcontext():
             self.next_loss().backward()
         self.module.zero_grad(set_to_none=self.step["no_sync"])
         self.module.zero_grad()
 
     def rewrap(self):
         self.module.zero_grad()
-        if self.is_own:
+        if self.is_distributed:
             self.model = self.wrap()
 
 
-def differences(result, expected):
-    """Yield how far what a rank has found is from what one process has."""
-    for index, (one, other) in enumerate(zip(result, expected, strict=True)):
-        if one is None:
+def differences(results, expected_results):
+    """Yield how far each of a rank's results is from that of one process."""
+    for index, (result, expected) in enumerate(zip(results, expected_results, strict=True)):
+        if result is None:
             continue
-        if isinstance(one, list):
-            yield from differences(one, other)
+        if isinstance(result, list):
+            yield from differences(result, expected)
         else:
-            assert one.shape == other.shape, (index, one.shape, other.shape)
-            if one.numel():
-                yield float((one - other).abs().nan_to_num(torch.inf).max())
+            assert result.shape == expected.shape, (index, result.shape, expected.shape)
+            if result.numel():
+                yield float((result - expected).abs().nan_to_num(torch.inf).max())
 
 
 def run(case, world):
@@ -593,7 +593,7 @@ def run(case, world):
     caps = random.Random(f"caps {case.seed}").choice([ownership.BUCKET_CAPS, (128, 512), (1, 1)])
     warnings.simplefilter("ignore")
     try:
-        expected = Loop(case, world, is_own=False).run()
+        expected = Loop(case, world, is_distributed=False).run()
     except (AssertionError, RuntimeError, ValueError):  # of the scaler, or an empty tensor's norm
         return 0.0
     with (
@@ -602,12 +602,12 @@ def run(case, world):
         mock.patch.object(ownership, "BUCKET_CAPS", caps),  # of what is gathered together
     ):
         try:
-            result = Loop(case, world, is_own=True).run()
+            results = Loop(case, world, is_distributed=True).run()
         except UserError as error:
             if "-v" in sys.argv:
                 traceback.print_exc()
             return str(error)
-    return max(differences(result, expected))
+    return max(differences(results, expected))
 
 
 def main():
