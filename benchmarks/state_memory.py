@@ -235,8 +235,8 @@ def run(job: str, state_bytes: int, folder: Path) -> None:
     Raises:
         RuntimeError: it has failed.
     """
-    own = [sys.executable, __file__, "--job", job, "--bytes", str(state_bytes)]
-    command = ["mpirun", "-np", "2", *own, "--folder", str(folder)]
+    rank_command = [sys.executable, __file__, "--job", job, "--bytes", str(state_bytes)]
+    command = ["mpirun", "-np", "2", *rank_command, "--folder", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
@@ -254,15 +254,17 @@ def show(folder: Path) -> None:
     print("| | rank 0 | rank 1 | host's /dev/shm | s |\n|---|---|---|---|---|")
     for operation in ROWS:
         of_ranks = by_operation.get(operation, {})
-        peaks = {rank: max(each["peak"] for each in all_) for rank, all_ in of_ranks.items()}
-        every = [each for all_ in of_ranks.values() for each in all_]
-        size = max((each.get("folder", 0) for each in every), default=0)
-        sec = max((each.get("sec", 0) for each in every), default=0)
+        peaks = {
+            rank: max(figures["peak"] for figures in of_rank) for rank, of_rank in of_ranks.items()
+        }
+        all_figures = [figures for of_rank in of_ranks.values() for figures in of_rank]
+        size = max((figures.get("folder", 0) for figures in all_figures), default=0)
+        sec = max((figures.get("sec", 0) for figures in all_figures), default=0)
         cells = [f"{peaks[rank]:.2f}" if rank in peaks else "" for rank in range(2)]
         cells += [f"{size:.2f}" if operation == "snapshot" else "", f"{sec:.1f}" if sec else ""]
         print(f"| {operation} | {' | '.join(cells)} |")
     trained = by_operation["training"]
-    peaks = [f"{max(each['peak'] for each in trained[rank]):.2f}" for rank in sorted(trained)]
+    peaks = [f"{max(figures['peak'] for figures in trained[rank]):.2f}" for rank in sorted(trained)]
     print(f"\nlargest while it trains, with gradients: {', '.join(peaks)}")
 
 

@@ -135,10 +135,10 @@ def train_epochs(seen):
                 maybe_die("script", training.last_step.number)
             if f"steps:{training.steps_done}" in LEAVES:
                 break
-        own = copy.deepcopy(training.model.state_dict())
+        weights = copy.deepcopy(training.model.state_dict())
         training.model.load_state_dict(average.module.state_dict())
         seen["evaluations"].append(training.evaluate()["loss"])
-        training.model.load_state_dict(own)
+        training.model.load_state_dict(weights)
         maybe_die("between")
         training.evaluate()
         training.log(judged=training.steps_done)
@@ -224,26 +224,26 @@ def leave_by_exception():
 def train_several():
     world = kaitian_mpi.init()
     assert kaitian_mpi.init() is world
-    found = {"second": error_of(kaitian_mpi.init, devices="cpu"), "standby": train_once(spares=1)}
+    results = {"second": error_of(kaitian_mpi.init, devices="cpu"), "standby": train_once(spares=1)}
     ones = torch.ones(1)
     dist.all_reduce(ones)
-    found |= {"sum": ones.item(), "left": leave_by_break()}
-    found["bad"] = error_of(train_once, poison=4, max_bad_steps=2, spares=1)
-    found["all"] = train_once()
+    results |= {"sum": ones.item(), "left": leave_by_break()}
+    results["bad"] = error_of(train_once, poison=4, max_bad_steps=2, spares=1)
+    results["all"] = train_once()
     assert kaitian_mpi.init().size == world.size
     if not KILLS:
-        found["raised"] = error_of(leave_by_exception)
+        results["raised"] = error_of(leave_by_exception)
         if dist.is_initialized():  # not on the rank that stood by
             dist.destroy_process_group()
-    return found
+    return results
 
 
 def main():
     form, folder, *settings = sys.argv[1:]
-    pairs = (each.split("=") for each in settings)
+    pairs = (setting.split("=") for setting in settings)
     words = {"no": False}
-    given = {n: int(value) if value.isdigit() else words.get(value, value) for n, value in pairs}
-    seen = train_several() if form == "several" else run_to_the_end(form, **given)
+    values = {n: int(value) if value.isdigit() else words.get(value, value) for n, value in pairs}
+    seen = train_several() if form == "several" else run_to_the_end(form, **values)
     (Path(folder) / RANK).write_text(json.dumps(seen))
     if form == "several" and KILLS:
         # The ranks that are left end by an error that they share.

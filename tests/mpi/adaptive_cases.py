@@ -299,10 +299,12 @@ class Loop:
         self.case, self.adaptive, self.size = case, adaptive, adaptive.size
         self.data = data_of(case)
         self.alone = Models(case)
-        own = copy.deepcopy(self.alone)
-        self.own = nn.SyncBatchNorm.convert_sync_batchnorm(own) if case.norm else own
-        self.model = self.own.wrapped()
-        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.2) for m in (self.own, self.alone)]
+        model = copy.deepcopy(self.alone)
+        self.distributed = nn.SyncBatchNorm.convert_sync_batchnorm(model) if case.norm else model
+        self.model = self.distributed.wrapped()
+        self.optimizers = [
+            torch.optim.SGD(m.parameters(), lr=0.2) for m in (self.distributed, self.alone)
+        ]
         self.steps = 0
         self.seen = []
         adaptive.has_new_plan = self.new_plan
@@ -428,7 +430,9 @@ class Loop:
         self.model.train(modes)
 
     def difference(self):
-        pairs = zip(self.own.state_dict().values(), self.alone.state_dict().values(), strict=True)
+        pairs = zip(
+            self.distributed.state_dict().values(), self.alone.state_dict().values(), strict=True
+        )
         return max(float((a - b).abs().max()) for a, b in pairs if a.is_floating_point())
 
     def check_rows(self):
@@ -492,17 +496,17 @@ def main():
         adaptive = install(world)
         case = draw(seed, world.size)
         try:
-            found = run(case, adaptive)
+            outcome = run(case, adaptive)
         except BaseException:
             print(f"FAILED {case}", flush=True)
             raise
         adaptive.close()
         if world.rank == 0:
-            is_refused = isinstance(found, str)
+            is_refused = isinstance(outcome, str)
             refused += is_refused
-            if is_refused or found > 1e-9:
+            if is_refused or outcome > 1e-9:
                 wrong += not is_refused
-                print(f"{'REFUSED' if is_refused else 'WRONG'} {found} {case}", flush=True)
+                print(f"{'REFUSED' if is_refused else 'WRONG'} {outcome} {case}", flush=True)
     if world.rank == 0:
         print(f"CASES {count}: {wrong} wrong, {refused} refused", flush=True)
 

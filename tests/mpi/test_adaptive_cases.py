@@ -13,15 +13,15 @@ FURTHER_SEEDS = (*range(4), *range(9, 30))
 
 
 @pytest.mark.parametrize(
-    "seed", [*SEEDS, *(pytest.param(each, marks=pytest.mark.thorough) for each in FURTHER_SEEDS)]
+    "seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in FURTHER_SEEDS)]
 )
 def test_a_random_loop_trains_as_one_process(world, seed):
     adaptive = install(world)
     try:
-        found = run(draw(seed, world.size), adaptive)
+        outcome = run(draw(seed, world.size), adaptive)
     finally:
         adaptive.close()
-    if isinstance(found, str):
-        assert "call model.train() before the loop" in found
+    if isinstance(outcome, str):
+        assert "call model.train() before the loop" in outcome
     else:
-        assert found < 1e-9
+        assert outcome < 1e-9

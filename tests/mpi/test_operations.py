@@ -143,10 +143,13 @@ def test_results_may_be_written_over_what_is_sent(world, place):
             for number in range(3):  # memory that was free at first is in use later
                 content = torch.arange(part * world.size) % 5 + number
                 tensor = place((content * (world.rank + 1)).to(dtype))
-                own = slice(world.rank * part, (world.rank + 1) * part)
-                dist.reduce_scatter_single(tensor[own], tensor)
+                rank_part = slice(world.rank * part, (world.rank + 1) * part)
+                dist.reduce_scatter_single(tensor[rank_part], tensor)
                 expected = (content * cases.factor(world)).to(dtype)
-                assert torch.equal(cases.values(tensor[own]), expected[own]), (dtype, kib)
+                assert torch.equal(cases.values(tensor[rank_part]), expected[rank_part]), (
+                    dtype,
+                    kib,
+                )
     for length in (3, 50_000):
         sent = torch.arange(world.size) + world.size * world.rank
         received = torch.arange(world.size) * world.size + world.rank
@@ -160,32 +163,36 @@ def test_results_may_be_written_over_what_is_sent(world, place):
 
 @pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="came with torch 2.14")
 def test_gather_into_one_tensor(world, place):
-    own = place(torch.full((2, 3), float(world.rank)))
+    rank_tensor = place(torch.full((2, 3), float(world.rank)))
     expected = torch.arange(float(world.size)).repeat_interleave(6)
     for root in range(world.size):
         for shape in ((world.size * 2, 3), (world.size * 6,)):
             whole = place(torch.zeros(shape)) if world.rank == root else None
-            dist.gather_single(own, whole, dst=root)
+            dist.gather_single(rank_tensor, whole, dst=root)
             if whole is not None:
                 assert torch.equal(cases.values(whole), expected.reshape(shape))
     if world.rank == world.size - 1:
         with pytest.raises(UnsupportedError, match="has 7 elements"):
-            dist.gather_single(own, place(torch.zeros(7)), dst=world.rank)
+            dist.gather_single(rank_tensor, place(torch.zeros(7)), dst=world.rank)
 
 
 def test_all_to_all_single_of_more_than_mpi_can_count(world, place, monkeypatch):
     """The other ranks, whose part is small, do not know that it is."""
     if world.rank == 0:
         monkeypatch.setattr(host_collectives, "MAX_COUNT", 16)
-    given = [(world.rank + target) % 3 for target in range(world.size)]
-    taken = [(world.rank + source) % 3 for source in range(world.size)]
-    tensor = place(torch.arange(sum(given) * 5, dtype=torch.uint8).view(-1, 5) + 50 * world.rank)
-    output = place(torch.zeros(sum(taken), 5, dtype=torch.uint8))
+    sent_counts = [(world.rank + target) % 3 for target in range(world.size)]
+    received_counts = [(world.rank + source) % 3 for source in range(world.size)]
+    tensor = place(
+        torch.arange(sum(sent_counts) * 5, dtype=torch.uint8).view(-1, 5) + 50 * world.rank
+    )
+    output = place(torch.zeros(sum(received_counts), 5, dtype=torch.uint8))
     for in_background in (False, True):
-        work = dist.all_to_all_single(output, tensor, taken, given, async_op=in_background)
+        work = dist.all_to_all_single(
+            output, tensor, received_counts, sent_counts, async_op=in_background
+        )
         if in_background:
             work.wait()
-        pieces = cases.values(output).split(taken)
+        pieces = cases.values(output).split(received_counts)
         for source, piece in enumerate(pieces):
             start = 5 * sum((source + target) % 3 for target in range(world.rank))
             expected = torch.arange(start, start + piece.numel(), dtype=torch.uint8) + 50 * source
@@ -276,13 +283,13 @@ def test_mismatched_arguments_are_rejected_before_anything_is_sent(world):
 
 
 def test_a_rank_that_gets_more_than_it_expects_says_so(world):
-    own = torch.ones(12 if world.rank == 0 else 4)
-    received = [torch.empty_like(own) for _ in range(world.size)]
+    rank_tensor = torch.ones(12 if world.rank == 0 else 4)
+    received = [torch.empty_like(rank_tensor) for _ in range(world.size)]
     is_error = (
         pytest.raises(CollectiveError, match="different sizes") if world.rank else nullcontext()
     )
     with is_error:
-        pairwise.exchange(world.comm.Dup(), [own] * world.size, received)
+        pairwise.exchange(world.comm.Dup(), [rank_tensor] * world.size, received)
 
 
 LONG_ONLY = ("all_reduce", "all_gather", "all_gather_single")  # shorter ones are refused by MPI
@@ -302,15 +309,17 @@ def test_tensors_of_unlike_sizes_are_refused_and_the_memory_after_them_is_left(w
         group = dist.new_group()  # an error ends it
         length = shorter + 10 * ((world.rank == 0) == (longer == "rank 0"))
         whole = torch.zeros((size + 1) * length, dtype=torch.uint8)
-        pieces, ones = list(whole[:-length].split(length)), torch.ones(length, dtype=torch.uint8)
-        target, given = pieces[-1], [ones] * size
+        pieces = list(whole[:-length].split(length))
+        ones = torch.ones(length, dtype=torch.uint8)
+        target = pieces[-1]
+        inputs = [ones] * size
         call, *arguments = {
             "broadcast": (dist.broadcast, target, last),
             "reduce": (dist.reduce, target, 0),
             "gather": (dist.gather, ones, pieces if world.rank == 0 else None),
-            "scatter": (dist.scatter, target, given if world.rank == last else None, last),
-            "reduce_scatter": (dist.reduce_scatter, target, given),
-            "all_to_all": (dist.all_to_all, pieces, given),
+            "scatter": (dist.scatter, target, inputs if world.rank == last else None, last),
+            "reduce_scatter": (dist.reduce_scatter, target, inputs),
+            "all_to_all": (dist.all_to_all, pieces, inputs),
             "all_reduce": (dist.all_reduce, target),
             "all_gather": (dist.all_gather, pieces, ones),
             "all_gather_single": (dist.all_gather_single, whole[:-length], ones),
@@ -335,13 +344,14 @@ def test_different_splits_are_refused(world, promised):
     """Rank 0 sends 3 numbers to each, which expect this many."""
     size = world.size
     received = [3 if world.rank == 0 else promised, *[3] * (size - 1)]
-    output, given = torch.zeros(sum(received)), torch.ones(3 * size)
+    output = torch.zeros(sum(received))
+    tensor = torch.ones(3 * size)
     group = dist.new_group()
     is_refused = (
         pytest.raises(CollectiveError, match="different sizes") if world.rank else nullcontext()
     )
     with is_refused:
-        dist.all_to_all_single(output, given, received, [3] * size, group)
+        dist.all_to_all_single(output, tensor, received, [3] * size, group)
     dist.destroy_process_group(group)
 
 

@@ -22,9 +22,10 @@ class Script(Planner):
 
     def __init__(self) -> None:
         super().__init__(0, [2, 2, 2])
-        self.taken, self.in_training = TakenBatches(), True
-        self.found: list[tuple[int, int]] = []
-        """Of each forward: the number of its batch, and of that which was said."""
+        self.taken = TakenBatches()
+        self.in_training = True
+        self.forwards: list[tuple[int, int]] = []
+        """Of each forward: the number of its batch, and of the batch that it was said to have."""
         self._numbers: dict[int, int] = {}  # by how many batches were taken before
 
     def batch_taken(self, iteration, rows, batch):
@@ -35,9 +36,9 @@ class Script(Planner):
         self.taken.add_unplanned_loader(self.in_training, is_stream)
 
     def train(self, batch, inputs=None, **options):
-        found = self.taken.train(batch if inputs is None else inputs, **options)
-        assert found is not None
-        self.found.append((number_of(batch), self._numbers[found.number]))
+        taken = self.taken.train(batch if inputs is None else inputs, **options)
+        assert taken is not None
+        self.forwards.append((number_of(batch), self._numbers[taken.number]))
 
     def evaluate(self, batch, inputs=None):
         self.taken.evaluate(batch if inputs is None else inputs)
@@ -211,8 +212,8 @@ def ends_early(script):
 )  # fmt: skip
 def test_a_forward_has_its_batch(script, run):
     run(script)
-    assert len(script.found) >= 2
-    assert [said for _, said in script.found] == [batch for batch, _ in script.found]
+    assert len(script.forwards) >= 2
+    assert [said for _, said in script.forwards] == [batch for batch, _ in script.forwards]
 
 
 def zipped(script):
@@ -251,7 +252,7 @@ def of_two_batches(script):
 def test_what_cannot_be_told_is_refused_at_the_first_forward(script, run, message):
     with pytest.raises(UserError, match=message):
         run(script)
-    assert not script.found
+    assert not script.forwards
 
 
 def test_a_loader_that_is_not_cut_is_not_taken_for_one_that_is(script):

@@ -26,12 +26,12 @@ else:
         classifier(),
         None,
     )
-own = language_model() if kind == "language" else classifier()
+module = language_model() if kind == "language" else classifier()
 torch.manual_seed(2)
 loader = DataLoader(data, batch_size=8, shuffle=True, collate_fn=merge)
-optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 model, optimizer, loader, held_out = accelerator.prepare(
-    own, optimizer, loader, DataLoader(data, batch_size=8, collate_fn=merge)
+    module, optimizer, loader, DataLoader(data, batch_size=8, collate_fn=merge)
 )
 
 
@@ -53,11 +53,11 @@ for epoch in range(2):
         recorded.append((epoch, rows.tolist(), accelerator.sync_gradients))
     model.eval()
     with torch.no_grad():
-        found = []
+        seen = []
         for batch in held_out:
             rows = batch["rows"] if kind == "language" else batch[2]
-            found += accelerator.gather_for_metrics(rows).tolist()
-        evaluated.append(len(found))
+            seen += accelerator.gather_for_metrics(rows).tolist()
+        evaluated.append(len(seen))
 
 
 def backward(model, batches):
@@ -70,4 +70,4 @@ def backward(model, batches):
     return sum(losses)
 
 
-report(recorded, own, start, backward, evaluated=evaluated)
+report(recorded, module, start, backward, evaluated=evaluated)

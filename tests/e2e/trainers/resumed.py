@@ -30,12 +30,14 @@ def loss_of(model, batch):
 
 def plain_ddp():
     dist.init_process_group("gloo")
-    own, done = nn.SyncBatchNorm.convert_sync_batchnorm(classifier(NORM)), 0
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(classifier(NORM))
+    done = 0
     if os.path.exists("last.pt"):
         saved = torch.load("last.pt", weights_only=True)
-        own.load_state_dict(saved["model"])
+        module.load_state_dict(saved["model"])
         done = saved["steps"]
-    model = nn.parallel.DistributedDataParallel(own, device_ids=[torch.device("cpu")])  # as timm's
+    # With a device, as timm gives one.
+    model = nn.parallel.DistributedDataParallel(module, device_ids=[torch.device("cpu")])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sampler = DistributedSampler(data, seed=1)
     workers = 2 if "workers" in options else 0
@@ -51,13 +53,13 @@ def plain_ddp():
             loss_of(model, batch).backward()
             optimizer.step()
             if rank == 0 and index % EVERY == 0:
-                torch.save({"model": own.state_dict(), "steps": index + 1}, "last.tmp")
+                torch.save({"model": module.state_dict(), "steps": index + 1}, "last.tmp")
                 os.replace("last.tmp", "last.pt")
         model.eval()
         with torch.no_grad():
             evaluated.append([len(model(batch[0])) for batch in held_out])
         model.train()
-    return own
+    return module
 
 
 def accelerate():
@@ -67,11 +69,11 @@ def accelerate():
     # Else the order of the rows in an epoch is another one after a resume.
     loading = DataLoaderConfiguration(use_seedable_sampler=True)
     accelerator = Accelerator(cpu=True, dataloader_config=loading)
-    own = classifier()
-    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    module = classifier()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     torch.manual_seed(2)
     loader = DataLoader(data, batch_size=PER_RANK, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(own, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(module, optimizer, loader)
     done = 0
     if saved := sorted(Path("saved").glob("*"), key=lambda path: int(path.name)):
         accelerator.load_state(str(saved[-1]))
@@ -90,7 +92,7 @@ def accelerate():
                 accelerator.wait_for_everyone()
                 if accelerator.is_main_process:  # so what a kill leaves unfinished is not resumed
                     os.renames(f"unfinished/{index + 1}", f"saved/{index + 1}")
-    return own
+    return module
 
 
 class Named(Dataset):
@@ -132,13 +134,13 @@ def hugging_face():
         "max_grad_norm": 0, "optim": "sgd", "report_to": [], "remove_unused_columns": False,
         "disable_tqdm": True, "use_cpu": True,
     }  # fmt: skip
-    own = WithLoss()
-    trainer = Recorder(own, TrainingArguments(**arguments), train_dataset=Named())
+    module = WithLoss()
+    trainer = Recorder(module, TrainingArguments(**arguments), train_dataset=Named())
     # The last file of a checkpoint: a rank may be lost while rank 0 writes one.
     complete = [path.parent for path in Path("out").glob("checkpoint-*/trainer_state.json")]
     last = max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
     trainer.train(resume_from_checkpoint=last and str(last))
-    return own.net
+    return module.net
 
 
 def lightning():
