@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--move-data", action="store_true", help="let the processor copy the data")
     options = parser.parse_args()
     world = kaitian_mpi.init(devices="vendor,vendor2")
-    world.relay.memory_mb = options.memory_mb
+    world.communication.relay_memory_mb = options.memory_mb
     dist.group.WORLD.host.algorithm = "leader"
     tensor = torch.zeros(options.megabytes << 18, device=world.device)
     rate = options.gb_per_sec * 1e9 or bandwidth_of_mpi(world, tensor.nbytes)

@@ -81,7 +81,7 @@ def measure(parsed: Parsed) -> None:
     with agree_on_errors(world.comm):
         if world.rank == 0 and parsed.others.save is not None:
             check_can_be_written(parsed.others.save)
-    world.relay.adopt(config)
+    world.communication.adopt(config)
     measured = measure_job(partial(as_task, task_maker(config, parsed.by_set)), config, world)
     with agree_on_errors(world.comm):
         if world.rank == 0:

@@ -99,11 +99,11 @@ def choose_device(comm: MPI.Intracomm, chosen: argparse.Namespace) -> World:
     os.environ["LOCAL_RANK"] = str(local_rank)
     if world.info.is_on_host:  # without it, Accelerate would train alone
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    os.environ[GROUP_VARIABLE] = world.relay.group_by
+    os.environ[GROUP_VARIABLE] = world.communication.group_by
     # Also for a script that calls kaitian_mpi.init().
     if chosen.share_device:
         os.environ[SHARE_VARIABLE] = "1"
-    if not world.relay.vendor_library:
+    if not world.communication.vendor_library:
         os.environ[LIBRARY_VARIABLE] = "0"
     if world.emulation.describe():
         os.environ[KINDS_VARIABLE] = world.emulation.kinds

@@ -85,7 +85,7 @@ def start_ranks(config: TrainConfig) -> tuple[TrainConfig, World]:
     how = config.share_device, config.group_by, config.vendor_library
     world = init(config.devices, kinds, slowdown, *how)
     import_for_optimizers()
-    return replace(config, vendor_library=world.relay.vendor_library), world
+    return replace(config, vendor_library=world.communication.vendor_library), world
 
 
 def hide_unused_devices(environ: Any, devices: str) -> None:

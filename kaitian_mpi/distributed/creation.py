@@ -82,12 +82,14 @@ def create(options: Any) -> KaitianProcessGroup:
     free_unused_comms()
     infos = [world.infos[rank] for rank in translate_ranks(comm, world.comm)]
     nodes = [info.node for info in infos]
-    comms = split_into_groups(comm, [info.kind for info in infos], nodes, world.relay.group_by)
+    comms = split_into_groups(
+        comm, [info.kind for info in infos], nodes, world.communication.group_by
+    )
     links: dict[int, Link] = {}
     if len({*nodes}) > 1:
         from kaitian_mpi.distributed.network.link import links_of
 
-        links = links_of(comms, nodes, world.relay)
+        links = links_of(comms, nodes, world.communication)
     _accept_pickled_paths(info.python_version for info in world.infos)
     group = KaitianProcessGroup(options, unique, comms, links, world, infos)
     world.device_kind.calls.forget()  # waiting for the other ranks above was not computing

@@ -142,7 +142,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
             return None
         from kaitian_mpi.distributed.relay.relay import Relay
 
-        return Relay(world.relay, world.device, self.links, has_accelerators)
+        return Relay(world.communication, world.device, self.links, has_accelerators)
 
     def _host_operations(self, infos: Sequence[RankInfo]) -> HostOperations:
         """Return the collectives in host memory; with several groups, their allreduce is hybrid."""

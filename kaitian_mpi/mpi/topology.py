@@ -6,7 +6,7 @@ import os
 import threading
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from kaitian_mpi.config import TrainingConfig
@@ -110,12 +110,12 @@ def may_group_by_host(kinds: Sequence[str], nodes: Sequence[int]) -> bool:
 
 
 @dataclass
-class RelaySettings:
-    """Settings that all process groups of a process share; must be the same on every rank."""
+class CommunicationSettings:
+    """How all process groups of a process communicate; must be the same on every rank."""
 
-    memory_mb: int = TrainingConfig.relay_memory_mb
-    """The host memory of one process group's buffers, in MB."""
-    dtype: str = TrainingConfig.relay_dtype
+    relay_memory_mb: int = TrainingConfig.relay_memory_mb
+    """The host memory of one process group's buffers between device and MPI, in MB."""
+    relay_dtype: str = TrainingConfig.relay_dtype
     """The dtype in which float32 gradients cross between kinds, `fp32` or `bf16`."""
     network_allreduce: str = TrainingConfig.network_allreduce
     """The algorithm that reduces host memory between hosts: `auto`, `mpi` or a name."""
@@ -127,19 +127,23 @@ class RelaySettings:
     """Whether vendors' libraries are used, as `--vendor-library`; fixed in the same way."""
 
     def adopt(self, config: TrainingConfig) -> None:
-        self.memory_mb = config.relay_memory_mb
-        self.dtype = config.relay_dtype
+        self.relay_memory_mb = config.relay_memory_mb
+        self.relay_dtype = config.relay_dtype
         self.network_allreduce = config.network_allreduce
         self.wire = config.wire
 
     def describe(self) -> dict[str, Any]:
-        """Return an entry of `summary.json` on what is between device kinds."""
-        settings = asdict(self)
-        del settings["wire"]  # an entry of its own
-        return settings
+        """Return the entry `relay` of `summary.json`; `wire` is an entry of its own."""
+        return {
+            "memory_mb": self.relay_memory_mb,
+            "dtype": self.relay_dtype,
+            "network_allreduce": self.network_allreduce,
+            "group_by": self.group_by,
+            "vendor_library": self.vendor_library,
+        }
 
 
-def agree_on_settings(comm: MPI.Comm, group_by: str = "auto") -> RelaySettings:
+def agree_on_settings(comm: MPI.Comm, group_by: str = "auto") -> CommunicationSettings:
     """Return the settings with which a job starts. Collective.
 
     A grouping that only some ranks ask for, as by their environment variable, is that of all.
@@ -158,7 +162,7 @@ def agree_on_settings(comm: MPI.Comm, group_by: str = "auto") -> RelaySettings:
             f"--group-by or {GROUP_VARIABLE} is {given_by}; give every rank the same, one of "
             f"{', '.join(GROUPINGS)}"
         )
-    return RelaySettings(group_by=groupings[0] if groupings else "auto")
+    return CommunicationSettings(group_by=groupings[0] if groupings else "auto")
 
 
 def shared_devices(infos: Sequence[RankInfo]) -> list[list[RankInfo]]:

@@ -24,9 +24,9 @@ from kaitian_mpi.devices.emulation import (
 from kaitian_mpi.errors import AgreedError, RankLostError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
 from kaitian_mpi.mpi.topology import (
+    CommunicationSettings,
     Group,
     RankInfo,
-    RelaySettings,
     agree_on_settings,
     check_own_devices,
     group_of,
@@ -78,8 +78,8 @@ class World:
     """The emulation, by the numbers of the ranks that mpirun started."""
     store: MPIStore
     """The job's store, until the last rank has departed; also of worlds made from this one."""
-    relay: RelaySettings = field(default_factory=RelaySettings)
-    """Moves this rank's tensors between device kinds; all its process groups use it."""
+    communication: CommunicationSettings = field(default_factory=CommunicationSettings)
+    """How all process groups of this process communicate."""
 
     @property
     def rank(self) -> int:
@@ -104,7 +104,7 @@ class World:
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups by device kind; with `--group-by kind-and-host`, by kind and host."""
-        is_by_host = self.relay.group_by == "kind-and-host"
+        is_by_host = self.communication.group_by == "kind-and-host"
         return plan_groups(self.kinds, [info.node for info in self.infos] if is_by_host else None)
 
     @property
@@ -154,7 +154,7 @@ def join_world(
     world_comm = track_comm(comm.Dup())
     settings = given_emulation(emulate_kinds, emulate_slowdown)
     emulation = read_emulation(gather_values(world_comm, settings))
-    relay = agree_on_settings(world_comm, group_by)
+    communication = agree_on_settings(world_comm, group_by)
     device, index, info, shares = _take_device(world_comm, devices, share_device, emulation)
     facts = replace(collect(info.host, world_comm.rank), mpi=collect_mpi(world_comm))
     gathered = gather_values(world_comm, (asdict(info), asdict(facts), device.missing_library()))
@@ -167,11 +167,11 @@ def join_world(
         for fault, ranks in without_library.items():
             _log.warning("%s: %s", ranks_text(ranks), fault)
     if declining := _declining_ranks(world_comm, vendor_library):
-        if world_comm.rank == 0 and (_current is None or _current.relay.vendor_library):
+        if world_comm.rank == 0 and (_current is None or _current.communication.vendor_library):
             for verdict in check_libraries([info.library for info in infos], declining):
                 _log.warning("%s", verdict)
         infos = tuple(replace(info, library="") for info in infos)
-        relay = replace(relay, vendor_library=False)
+        communication = replace(communication, vendor_library=False)
     if not shares:
         check_own_devices(infos)
     store = _open_store(world_comm)
@@ -182,7 +182,7 @@ def join_world(
         _log.log(level, "the job is emulated: %s", emulation.describe())
     threads = set_default_threads(share_cores(world_comm))
     size = world_comm.size
-    return World(world_comm, infos, device, index, threads, size, emulation, store, relay)
+    return World(world_comm, infos, device, index, threads, size, emulation, store, communication)
 
 
 def _open_store(comm: MPI.Intracomm) -> MPIStore:

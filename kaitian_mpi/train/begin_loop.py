@@ -286,7 +286,7 @@ def _write_summary(run: Run, loop: Loop, plan: Plan) -> None:
     run.write_summary(
         finished=False,
         allreduce=run.allreduce_algorithm,
-        relay=world.relay.describe() if len(world.groups) > 1 else None,
+        relay=world.communication.describe() if len(world.groups) > 1 else None,
         wire=run.state.residuals.wire,
         **run.layout.describe(loop.engine),
         world_size=world.size,

@@ -251,7 +251,7 @@ class Metrics(StepObserver):
         memory = run.describe_memory(self._world, with_peak=True)
         steps = max(1, self._all_steps)
         run.write_summary(
-            relay=self._world.relay.describe() if run.summary.relay else None,
+            relay=self._world.communication.describe() if run.summary.relay else None,
             **run.layout.describe(self._loop.engine),
             steps=progress.step,
             epochs=progress.epoch,

@@ -190,7 +190,7 @@ def start(make_task: MakeTask, config: TrainingConfig, membership: Membership) -
     If an earlier job has finished the run (`run.earlier.is_finished`), the model has its weights.
     """
     world = membership.all_ranks
-    world.relay.adopt(config)
+    world.communication.adopt(config)
     show_topology(world, membership.survives)
     on_all = membership.attempt  # runs a stage on all surviving ranks: none is on standby yet
     # The first stages need neither device, data nor model.

@@ -27,7 +27,7 @@ from kaitian_mpi.distributed.network.link import (
 from kaitian_mpi.mpi import exchange
 from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, reduction
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.topology import RelaySettings
+from kaitian_mpi.mpi.topology import CommunicationSettings
 from kaitian_mpi.train.measure import allreduce
 
 pytestmark = pytest.mark.ranks(2)
@@ -118,7 +118,7 @@ def test_an_average_of_16_bit_floats_does_not_overflow(world):
 
 
 def test_a_link_is_measured_once_and_by_a_long_tensor_only(world, caplog):
-    link = Link(world.comm, group_by_host(range(world.size)), RelaySettings())
+    link = Link(world.comm, group_by_host(range(world.size)), CommunicationSettings())
     op = reduction(torch.float32, OPS["SUM"])
     link.reduce_to_all(torch.zeros(SHORT_BYTES // 4 - 1), op)
     assert link.choice is None
@@ -137,12 +137,12 @@ def test_a_link_is_measured_once_and_by_a_long_tensor_only(world, caplog):
 
 
 def test_an_algorithm_can_be_forced_and_only_ranks_of_several_hosts_have_links(world):
-    settings = RelaySettings(network_allreduce="ring")
+    settings = CommunicationSettings(network_allreduce="ring")
     link = Link(world.comm, group_by_host(range(world.size)), settings)
     assert link.choose() == RouteChoice(Route("ring"), SHORT_BYTES, None)
     comms = dist.group.WORLD.comms
-    assert links_of(comms, [3] * world.size, RelaySettings()) == {}
-    assert comms.world.py2f() in links_of(comms, range(world.size), RelaySettings())
+    assert links_of(comms, [3] * world.size, CommunicationSettings()) == {}
+    assert comms.world.py2f() in links_of(comms, range(world.size), CommunicationSettings())
 
 
 @pytest.mark.parametrize("algorithm", ["flat", "leader", "striped"])
@@ -156,7 +156,7 @@ def test_a_group_of_several_kinds_reduces_over_its_links(world, algorithm, monke
         run(self, tensor, op, route)
 
     monkeypatch.setattr(HostAllreduce, "run", noting)
-    settings = RelaySettings(network_allreduce="ring")
+    settings = CommunicationSettings(network_allreduce="ring")
     group.links.update(links_of(group.comms, range(world.size), settings))
     group.host.algorithm = algorithm
     for elements in (20_001, 700_001):

@@ -15,7 +15,7 @@ from kaitian_mpi.distributed.reducer import GradientReducer
 from kaitian_mpi.distributed.residual import Residual, Residuals
 from kaitian_mpi.mpi.datatypes import SUM
 from kaitian_mpi.mpi.exchange import gather_values
-from kaitian_mpi.mpi.topology import RelaySettings
+from kaitian_mpi.mpi.topology import CommunicationSettings
 
 pytestmark = pytest.mark.ranks(3)
 ROUNDING = {"bf16": 2**-8, "int8": 1 / 254, "int4": 1 / 14}
@@ -30,7 +30,7 @@ def nodes(request, world):
 
 @pytest.fixture
 def link(world, nodes):
-    settings = RelaySettings(network_allreduce="pairwise")
+    settings = CommunicationSettings(network_allreduce="pairwise")
     return Link(world.comm, group_by_host(nodes), settings)
 
 

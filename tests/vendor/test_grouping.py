@@ -65,7 +65,7 @@ def world(request):
 def algorithm(request, world):
     if request.param not in dist.group.WORLD.host.algorithms:
         assert request.param in BY_HOST
-        assert world.relay.group_by != "auto"
+        assert world.communication.group_by != "auto"
         pytest.skip("all groups are by kind and host")
     use_algorithm(request.param)
     return request.param
@@ -107,7 +107,7 @@ def test_no_library_connects_hosts_and_the_lane_crosses_them_once_for_all_kinds(
 
     monkeypatch.setattr(fake_kinds.VendorDevice, "create_vendor_group", noting_size)
     monkeypatch.setattr(HostAllreduce, "run", noting_hosts)
-    monkeypatch.setattr(world.relay, "network_allreduce", "ring")
+    monkeypatch.setattr(world.communication, "network_allreduce", "ring")
     group = dist.new_group()
     group.host.algorithm = algorithm
     tensor = device_of(torch.full((400_000,), world.rank + 1.0))
@@ -119,7 +119,7 @@ def test_no_library_connects_hosts_and_the_lane_crosses_them_once_for_all_kinds(
     else:
         alike = [info for info in world.infos if info.kind == world.info.kind]
         here = [info for info in alike if info.node == world.info.node]
-        by_kind = world.relay.group_by == "auto" and algorithm in ALGORITHMS
+        by_kind = world.communication.group_by == "auto" and algorithm in ALGORITHMS
         size = len(alike if by_kind else here)
         assert connected == ([size] if size > 1 else [])  # a single rank needs no library
     if algorithm == "leader-by-host":
@@ -132,11 +132,13 @@ def test_the_measurement_covers_both_and_the_table_says_that_groups_are_by_host(
     if world.rank == 0:
         text = capsys.readouterr().out
         assert f"{world.size} ranks, {len(world.groups)} groups" in text
-        assert ("groups by kind and host" in text) == (world.relay.group_by == "kind-and-host")
+        assert ("groups by kind and host" in text) == (
+            world.communication.group_by == "kind-and-host"
+        )
     group = dist.group.WORLD
     measured = choose_algorithm(group, "auto", [10_000], world.device)
     assert tuple(measured) == group.host.algorithms
-    expected = [*ALGORITHMS, *(BY_HOST if world.relay.group_by == "auto" else ())]
+    expected = [*ALGORITHMS, *(BY_HOST if world.communication.group_by == "auto" else ())]
     assert list(measured) == expected
     assert set(gather_values(world.comm, group.host.algorithm)) == {min(measured, key=measured.get)}
     assert choose_algorithm(group, "leader", [10_000], world.device) == {}
@@ -150,7 +152,7 @@ def test_a_subset_of_the_ranks_follows_the_same_rule(world, device_of):
     if world.rank < world.size - 1:
         nodes = {info.node for info in world.infos[:-1]}
         kinds = {info.kind for info in world.infos[:-1]}
-        is_by_host = world.relay.group_by == "kind-and-host"
+        is_by_host = world.communication.group_by == "kind-and-host"
         assert made.has_one_group == (len(kinds) == 1 and (len(nodes) == 1 or not is_by_host))
         tensor = device_of(torch.ones(5_000))
         dist.all_reduce(tensor, group=made)
@@ -215,7 +217,7 @@ def test_a_training_without_the_library_has_the_numbers_of_one_with_it(layout, d
         calls = len(fake_library.calls) - before
         is_joined = uses_library and devices == "vendor,vendor"
         assert bool(calls) == is_joined
-        assert world.relay.describe()["vendor_library"] == uses_library
+        assert world.communication.describe()["vendor_library"] == uses_library
     dist.destroy_process_group()
     assert len(set(losses[0])) == 6
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)

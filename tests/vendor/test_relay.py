@@ -175,7 +175,7 @@ def test_slots_are_allocated_once_in_ordinary_memory_if_need_be(caplog, monkeypa
 
 
 def test_memory_is_bounded_and_the_sum_right(world, device_of, algorithm):
-    before, world.relay.memory_mb = world.relay.memory_mb, 1
+    before, world.communication.relay_memory_mb = world.communication.relay_memory_mb, 1
     for length in (300_001, 70_001):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
             content = (torch.arange(length) % 5).to(dtype)
@@ -184,12 +184,12 @@ def test_memory_is_bounded_and_the_sum_right(world, device_of, algorithm):
             assert torch.equal(values(tensor), content * 3), (length, dtype)
     for _, slots in dist.group.WORLD.relay._paths.values():
         assert slots.provide(0, 0) * slots.take().memory.nbytes <= 1 << 20
-    world.relay.memory_mb = before
+    world.communication.relay_memory_mb = before
 
 
 @pytest.mark.sizes(2, 3)
 def test_gradients_alone_cross_as_bf16(world, device_of, algorithm):
-    world.relay.dtype = "bf16"
+    world.communication.relay_dtype = "bf16"
     generator = torch.Generator().manual_seed(7)
     rank_rows = torch.randn(world.size, 200_003, generator=generator)
     exact = rank_rows.sum(0)
@@ -205,7 +205,7 @@ def test_gradients_alone_cross_as_bf16(world, device_of, algorithm):
         # Three numbers up to 4 are rounded to 8 bits, and so is their sum.
         least, most = (1e-3, 0.06) if crossed else (-1, 1e-5)
         assert least < error <= most
-    world.relay.dtype = "fp32"
+    world.communication.relay_dtype = "fp32"
 
 
 def test_wait_does_not_wait_for_the_last_copy_back(world, device_of):

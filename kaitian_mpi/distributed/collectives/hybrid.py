@@ -70,7 +70,7 @@ class HybridOperations(HostOperations):
 
     def sum_gradients(self, buffer: torch.Tensor, residual: Residual | None) -> None:
         is_long = buffer.dtype is torch.float32 and buffer.nbytes > _MAX_WIDE_BYTES
-        narrow = is_long and self._relay.settings.dtype == "bf16"
+        narrow = is_long and self._relay.settings.relay_dtype == "bf16"
         self.allreduce(buffer, SUM, Precision(torch.bfloat16 if narrow else None, residual))
 
     def allreduce(self, tensor: torch.Tensor, op: Reduction, precision: Precision = EXACT) -> None:

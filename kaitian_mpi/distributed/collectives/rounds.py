@@ -126,7 +126,7 @@ def reduce_scatter_in_rounds(
     result = dense.view(-1)
     parts = [contiguous(piece).view(-1) for piece in pieces]
     least = pairwise.elements_per_piece(comm, output)
-    most = min(_ROUND_BYTES, longest_chunk(relay.settings.memory_mb)) // size
+    most = min(_ROUND_BYTES, longest_chunk(relay.settings.relay_memory_mb)) // size
     step = least * max(1, most // ((comm.size + 1) * least))
     rounds = [
         ([part[start : start + step] for part in parts], [result[start : start + step]])

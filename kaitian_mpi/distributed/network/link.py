@@ -16,7 +16,7 @@ from kaitian_mpi.distributed.residual import Residual
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM, Reduction
 from kaitian_mpi.mpi.exchange import check_same, time_in_rounds
-from kaitian_mpi.mpi.topology import GroupComms, RelaySettings, translate_ranks
+from kaitian_mpi.mpi.topology import CommunicationSettings, GroupComms, translate_ranks
 from kaitian_mpi.observe.timeline import recorder
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def choose(short: Seconds, long: Seconds) -> RouteChoice:
 class Link:
     """The reductions over one communicator. Methods are collective, unless they say otherwise."""
 
-    def __init__(self, comm: MPI.Comm, hosts: Hosts, settings: RelaySettings) -> None:
+    def __init__(self, comm: MPI.Comm, hosts: Hosts, settings: CommunicationSettings) -> None:
         """Measure nothing yet, unless the settings force an exchange. Not collective."""
         self.choice: RouteChoice | None = None
         """The route of tensors, the same on every rank; None if not known yet."""
@@ -155,7 +155,9 @@ class Link:
             self._allreduce.run(tensor.view(-1), op, route)
 
 
-def links_of(comms: GroupComms, nodes: Sequence[int], settings: RelaySettings) -> dict[int, Link]:
+def links_of(
+    comms: GroupComms, nodes: Sequence[int], settings: CommunicationSettings
+) -> dict[int, Link]:
     """Return the links of a process group's communicators, by handle, given the ranks' hosts.
 
     Without those whose ranks are on one host. Not collective.

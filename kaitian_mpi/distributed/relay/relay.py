@@ -21,7 +21,7 @@ from kaitian_mpi.distributed.relay.chunking import ALIGNMENT, COUNT, ChunkLength
 from kaitian_mpi.distributed.relay.copies import Copies, Event, copies_of
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM
-from kaitian_mpi.mpi.topology import RelaySettings
+from kaitian_mpi.mpi.topology import CommunicationSettings
 from kaitian_mpi.observe.timeline.recorder import EXCHANGE, part
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class Relay:
 
     def __init__(
         self,
-        settings: RelaySettings,
+        settings: CommunicationSettings,
         device: torch.device,
         links: Mapping[int, Link],
         has_accelerators: bool,
@@ -285,7 +285,7 @@ class Relay:
         return tensor.split([length // size for length in self._pace(comm).lengths(tensor.nbytes)])
 
     def _pace(self, comm: MPI.Comm) -> ChunkLengths:
-        key = comm.py2f(), self.settings.memory_mb
+        key = comm.py2f(), self.settings.relay_memory_mb
         if key not in self._paces:
             pace = agree_on_pace(comm, key[1], lambda size: self._stages(comm, size))
             self._paces[key] = pace

@@ -113,8 +113,8 @@ def replica_memory(world: World, model: nn.Module) -> ReplicaMemory:
     """Return whether each rank has memory for a replica. Collective."""
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     # Gradients, the buckets in which DDP sums them, and the optimizer's state.
-    own = int(_used(world, model) + trained * (2 + USUAL_STATES))
-    facts = gather_values(world.comm, [own, memory_limit(world) * (1 - _MIN_ACTIVATIONS)])
+    needed_here = int(_used(world, model) + trained * (2 + USUAL_STATES))
+    facts = gather_values(world.comm, [needed_here, memory_limit(world) * (1 - _MIN_ACTIVATIONS)])
     needed = [bytes_needed for bytes_needed, _ in facts]
     short = [rank for rank, (bytes_needed, limit) in enumerate(facts) if bytes_needed > limit]
     if not short:

@@ -83,7 +83,7 @@ class OwnedModel:
         self._by_rows = True
         self._waits = waits
         self._calls = calls
-        self._options: dict[str, Any] = {"group": ddp.process_group, "waits": calls.waiting}
+        self._group = ddp.process_group
         self._prefetches = False
         # Whether the last forward's backward ends a step; None if a backward has followed it.
         self._syncs: bool | None = None
@@ -104,7 +104,7 @@ class OwnedModel:
     def wrap_again(self, ddp: DistributedDataParallel) -> None:
         """Be the model of another DDP as well. Not collective."""
         self._module = weakref.ref(ddp.module)
-        self._options["group"] = ddp.process_group
+        self._group = ddp.process_group
 
     def number(self, parameter: torch.Tensor) -> int:
         """Return the number of a parameter."""
@@ -144,12 +144,16 @@ class OwnedModel:
         values = give_rows(parts, owners.sharded)
         if owners.sharded:
             self.sharded = ScriptParameters(
-                *(self.module, owners.sharded, device),
-                *(self._read_rows, self.rows.version, self.rows.write),
+                self.module,
+                owners.sharded,
+                device,
+                read_into=self._read_rows,
+                read_version=self.rows.version,
+                write=self.rows.write,
             )
             early = state_dicts.by_parameter(self.module, owners.sharded)
-            own = [(p.parameter, p.begin, p.end) for p in parts if p.owner == self._world.rank]
-            rank_rows = self.sharded.shard([key for key in own if key not in values])
+            keys = [(p.parameter, p.begin, p.end) for p in parts if p.owner == self._world.rank]
+            rank_rows = self.sharded.shard([key for key in keys if key not in values])
             values |= {key: rows for key, rows in rank_rows.items() if key[0] in owners.sharded}
             for number, tensors in early.items():
                 for tensor in tensors:
@@ -305,9 +309,12 @@ class OwnedModel:
         if self.sharded is not None:
             exchange = partial(gather_values, self._world.comm)
             gathering = OpenGathering(
-                *(self.sharded, self.rows.parts, self.rows.targets, exchange),
+                self.sharded,
+                self.rows.parts,
+                self.rows.targets,
+                exchange,
                 read_version=self.rows.version,
-                group=self._options["group"],
+                group=self._group,
                 waits=self._calls.waiting_in_round,
                 prefetches=self._prefetches,
             )
@@ -317,7 +324,8 @@ class OwnedModel:
             targets=self.rows.targets,
             gathering=gathering,
             overlaps=self._prefetches,
-            **self._options,
+            group=self._group,
+            waits=self._calls.waiting,
         )
         check = _RefuseUnseen(self)
         for parameter in self.parameters:

@@ -319,7 +319,7 @@ def _measure_allreduce(config: TrainingConfig, world: World, buckets: list[int])
     """Choose the allreduce algorithm for buckets of so many bytes, and return its cost."""
     group = cast("KaitianProcessGroup", dist.group.WORLD)
     numels = [size // 4 for size in buckets]  # in float32
-    choose_algorithm(group, config.allreduce, numels, world.device, world.relay.wire)
+    choose_algorithm(group, config.allreduce, numels, world.device, world.communication.wire)
     return measure_allreduce(config.allreduce, world, range(world.size), buckets)
 
 

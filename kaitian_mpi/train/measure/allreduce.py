@@ -97,7 +97,7 @@ def choose_allreduce(
     are in bytes.
     """
     group = cast("KaitianProcessGroup", dist.group.WORLD)
-    wire = world.relay.wire
+    wire = world.communication.wire
     measured = choose_algorithm(group, request, [n // 4 for n in buckets], world.device, wire)
     crosses = group.measure_links()
     if wire != "fp32":
@@ -125,7 +125,7 @@ def measure_allreduce(
         return FREE
     is_world = len(ranks) == world.size
     device = world.device
-    wire = world.relay.wire
+    wire = world.communication.wire
     group = cast("Any", dist.group.WORLD if is_world else dist.new_group(list(ranks)))
     sizes = sorted({*_SIZES, max(buckets)})
     seconds = None
