@@ -4,7 +4,7 @@ Every trainer passes three places of torch. A `DataLoader` gives each rank its p
 ranks' batches (planned_batches.py). `DistributedDataParallel` averages the ranks' gradients: each
 is weighted by its slice on its way into the model (adaptive_forwards.py), so that the average is
 the gradient of the global batch. When a backward has ended, the ranks exchange their times, and
-after it they plan (adaptive_plans.py).
+after it they plan (loader_plans.py).
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from kaitian_mpi.distributed.sync_batch_norm import (
     participate,
 )
 from kaitian_mpi.integrations.adaptive_forwards import WeightedForwards
-from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan, StepTimer
-from kaitian_mpi.integrations.adaptive_plans import AdaptivePlans
+from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan
 from kaitian_mpi.integrations.forward_by_name import extend_forward, hook_by_name
 from kaitian_mpi.integrations.lightning_means import count_rows_exactly
+from kaitian_mpi.integrations.loader_plans import LoaderPlans
 from kaitian_mpi.integrations.loss_weights import Ranks
 from kaitian_mpi.integrations.output_weights import OutputWeights
 from kaitian_mpi.integrations.planned_batches import PlannedBatchSampler
 from kaitian_mpi.integrations.planned_loaders import plan_loaders
+from kaitian_mpi.integrations.step_timer import StepTimer
 from kaitian_mpi.integrations.taken_batches import BatchRows, Iteration, TakenBatches
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
@@ -57,7 +58,7 @@ class Adaptive:
         self._times = StepTimer(comm, world.device_kind)
         self._ranks = Ranks(world, comm, self._times.waiting)
         self._weights = OutputWeights(self._ranks)
-        self._plans = AdaptivePlans(self._ranks)
+        self._plans = LoaderPlans(self._ranks)
         self._taken = TakenBatches()
         self.forwards = WeightedForwards(
             self._ranks, self._weights, self._plans, self._taken, self._times

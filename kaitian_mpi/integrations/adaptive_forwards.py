@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.data_parallel import first_length
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.integrations.adaptive_plan import StepTimer
-from kaitian_mpi.integrations.adaptive_plans import AdaptivePlans
+from kaitian_mpi.integrations.loader_plans import LoaderPlans
 from kaitian_mpi.integrations.loss_weights import Backwards, Forward, Ranks
 from kaitian_mpi.integrations.losses import is_lightning
 from kaitian_mpi.integrations.output_weights import OutputWeights
+from kaitian_mpi.integrations.step_timer import StepTimer
 from kaitian_mpi.integrations.taken_batches import (
     BatchRows,
     TakenBatch,
@@ -58,7 +58,7 @@ class WeightedForwards:
         self,
         ranks: Ranks,
         weights: OutputWeights,
-        plans: AdaptivePlans,
+        plans: LoaderPlans,
         taken: TakenBatches,
         times: StepTimer,
     ) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kaitian_mpi.integrations.adaptive_plan import StepTimer
+from kaitian_mpi.integrations.step_timer import StepTimer
 
 
 class Clock:

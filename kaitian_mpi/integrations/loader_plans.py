@@ -14,7 +14,7 @@ from kaitian_mpi.integrations.planned_batches import PlannedBatchSampler
 from kaitian_mpi.observe.console import print_rank_0
 
 
-class AdaptivePlans:
+class LoaderPlans:
     """The plans of the loaders that train: one for all loaders of equal batches."""
 
     def __init__(self, ranks: Ranks) -> None:
