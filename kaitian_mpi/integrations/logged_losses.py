@@ -43,9 +43,12 @@ class _Training:
         """The sum of the steps' losses, weighted as their gradients are."""
 
 
-def weight_losses(
-    weights: OutputWeights, step_of: Callable[[Any], AbstractContextManager[BatchRows | None]]
-) -> None:
+Trainings = weakref.WeakKeyDictionary[Trainer, _Training]
+StepOf = Callable[[Any], AbstractContextManager[BatchRows | None]]
+"""Returns the context of a step on these inputs, which yields the batch's rows."""
+
+
+def weight_losses(weights: OutputWeights, step_of: StepOf) -> None:
     """Make the Trainer's gradients and logged losses means over the rows of all ranks.
 
     Its own loss decides, not the model's: a subclass, such as TRL's, may compute another one. The
@@ -55,15 +58,23 @@ def weight_losses(
 
     Args:
         weights: of the gradients.
-        step_of: returns the context of a step on these inputs, which yields the batch's rows.
+        step_of: the context of a step.
     """
     if hasattr(Trainer.training_step, "weighted"):
         return
-    compute = Trainer.training_step
-    log = Trainer.log
-    trainings: weakref.WeakKeyDictionary[Trainer, _Training] = weakref.WeakKeyDictionary()
+    trainings: Trainings = weakref.WeakKeyDictionary()
+    training_step: Any = _training_step(Trainer.training_step, trainings, weights, step_of)
+    vars(training_step)["weighted"] = True
+    log: Any = _log(Trainer.log, trainings, weights)
+    vars(trainer_module)["TrainOutput"] = _output  # what `train` returns, from its last log
+    Trainer.training_step = training_step  # type: ignore[method-assign]
+    Trainer.log = log  # type: ignore[method-assign]
 
-    @functools.wraps(compute)
+
+def _training_step(
+    stock: Any, trainings: Trainings, weights: OutputWeights, step_of: StepOf
+) -> Any:
+    @functools.wraps(stock)
     def training_step(
         trainer: Trainer, model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -80,13 +91,17 @@ def weight_losses(
             find_rules = functools.partial(_find_rules, trainer, inputs, items)
             training.loss.observe(labels, find_rules, together=True)
         with step_of(inputs) as rows, means_over_rows(rows):
-            mean = compute(trainer, model, inputs, *args, **kwargs) * weights.latest()
+            mean: torch.Tensor = stock(trainer, model, inputs, *args, **kwargs) * weights.latest()
         if is_first and training.loss is not None and training.loss.rule != SUM:
             _warn_if_multiplied(weights.world, trainer, items)
         training.sum = training.sum + mean
         return mean
 
-    @functools.wraps(log)
+    return training_step
+
+
+def _log(stock: Any, trainings: Trainings, weights: OutputWeights) -> Any:
+    @functools.wraps(stock)
     def log_mean(trainer: Trainer, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if "train_loss" in logs and trainer in trainings:
             training = trainings.pop(trainer)
@@ -94,15 +109,13 @@ def weight_losses(
             steps = max(trainer.state.global_step - training.first_step, 1)
             weights.set_trainer_loss(None, {})
             logs["train_loss"] = float(training.sum) / dist.get_world_size() / steps
-        log(trainer, logs, *args, **kwargs)
+        stock(trainer, logs, *args, **kwargs)
 
-    def output(step: int, loss: float, metrics: dict[str, float]) -> TrainOutput:
-        return TrainOutput(step, metrics.get("train_loss", loss), metrics)
+    return log_mean
 
-    vars(training_step)["weighted"] = True
-    vars(trainer_module)["TrainOutput"] = output  # what `train` returns, from its last log
-    Trainer.training_step = training_step  # type: ignore[assignment, method-assign]
-    Trainer.log = log_mean  # type: ignore[assignment, method-assign]
+
+def _output(step: int, loss: float, metrics: dict[str, float]) -> TrainOutput:
+    return TrainOutput(step, metrics.get("train_loss", loss), metrics)
 
 
 def _begin(trainer: Trainer, loss: Loss | None) -> _Training:

@@ -31,7 +31,6 @@ from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.balance.pipeline_cost import Layer, PipelineJob
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.distributed.gradients import uses_library
-from kaitian_mpi.distributed.pending_parameter import is_compiled
 from kaitian_mpi.distributed.shard_buckets import BufferPool, ShardBucket
 from kaitian_mpi.errors import AgreedError, LayerTooLargeError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values, time_in_rounds
@@ -47,7 +46,7 @@ from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layers_of
 from kaitian_mpi.train.layouts.pipeline.measure import PipelineFacts, find_facts
 from kaitian_mpi.train.layouts.pipeline.pipeline_layout import PipelineLayout
 from kaitian_mpi.train.layouts.replicate import ReplicateLayout
-from kaitian_mpi.train.layouts.shard.memory_budget import shard_needs
+from kaitian_mpi.train.layouts.shard.memory_budget import possible_needs
 from kaitian_mpi.train.layouts.shard.shard_layout import ShardLayout
 from kaitian_mpi.train.measure.allreduce import (
     choose_algorithm,
@@ -176,19 +175,16 @@ def measure_layouts(
     memory = min(rank.memory_bytes for rank in facts.by_place.values())
     most_bytes = max(1 << 16, min(_MAX_EXCHANGED_BYTES, int(_PART_OF_MEMORY * memory)))
     scatter, gather = measure_exchange(world, most_bytes)
-    needs, _ = shard_needs(config, model, optimizers)
     chain = facts.job(config, world, min_batch)
     whole = whole_layer(model, optimizers, facts.layers)
     expert_facts = experts = None
     if find_mixtures(model) and EXPERTS not in refused:
         expert_facts = find_expert_facts(config, setup, world)
         experts = _expert_job(config, world, expert_facts, chain, whole)
-    # A compiled model cannot shard its parameters, only what the optimizer steps.
-    shard_forms = 1 if any(map(is_compiled, model.modules())) else 2
     job = LayoutJob(
         chain,
         whole,
-        tuple(needs[:shard_forms]),
+        possible_needs(config, model, optimizers),
         allreduce_cost=_measure_allreduce(config, world, [min(most_bytes, sum(buckets))]),
         scatter_cost=scatter,
         gather_cost=gather,

@@ -18,7 +18,6 @@ from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.config.factory import one_line
 from kaitian_mpi.distributed.experts import without_experts
-from kaitian_mpi.distributed.pending_parameter import is_compiled
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.train.data.batches import as_batches
@@ -28,7 +27,11 @@ from kaitian_mpi.train.layouts.experts.expert_timer import watched
 from kaitian_mpi.train.layouts.fake_forward import activation_bytes
 from kaitian_mpi.train.layouts.pipeline.chain import Piece, chain_of
 from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layers_of
-from kaitian_mpi.train.layouts.shard.memory_budget import shard_needs, steps_at_once, usual_states
+from kaitian_mpi.train.layouts.shard.memory_budget import (
+    possible_needs,
+    steps_at_once,
+    usual_states,
+)
 from kaitian_mpi.train.measure.plan import min_batch_by_layers
 from kaitian_mpi.train.measure.rank_timer import SAFE_FRACTION
 from kaitian_mpi.train.task import Computation, Task
@@ -96,14 +99,13 @@ def estimate_memory(
     whole = whole_layer(model, optimizers, layers)
     used = float(world.device_kind.memory_peak_bytes(world.device_index))
     ranks = tuple(_facts(device, layers, whole, optimizers, used) for device in devices)
-    needs, _ = shard_needs(config, model, optimizers)
     experts = None
     if find_mixtures(model) and EXPERTS not in refused and not fault:
         experts = _experts_job(task, config, devices, optimizers, whole, ranks, min_batch, world)
     job = LayoutJob(
         PipelineJob(layers, ranks, config.global_batch_size, min_batch, config.micro_batch_size),
         whole,
-        tuple(needs[: 1 if any(map(is_compiled, model.modules())) else 2]),
+        possible_needs(config, model, optimizers),
         allreduce_cost=FREE,
         scatter_cost=FREE,
         gather_cost=FREE,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from kaitian_mpi.balance.pipeline import Hop, PipelinePlan
 from kaitian_mpi.balance.pipeline_cost import Layer, LayerFacts, PipelineJob
@@ -122,23 +123,14 @@ def find_facts(
         AgreedError: the task cannot be trained so.
     """
     task = setup.task
-    min_batch = min_batch_by_layers(setup.task.model)
+    min_batch = min_batch_by_layers(task.model)
     with agree_on_errors(world.comm):
         if task.loss is None:
             raise UserError(
                 "--layout pipeline and auto require Task(loss=...), which is timed; give --layout "
                 "replicate or shard"
             )
-        chain = None
-        if not is_whole:
-            check_parts(task, "pipeline")
-            chain = chain_of(task)
-            if world.rank == 0:
-                first = range(min(len(setup.train), 2 * min_batch))
-                halves = first[:min_batch], first[min_batch:]
-                batches = [setup.train[[*half]] for half in halves if len(half) == min_batch]
-                with aside(torch.device("cpu")):
-                    check_chain(task, chain, batches)
+        chain = None if is_whole else _checked_chain(setup, world, min_batch)
         optimizers = task.make_optimizers(task.model)
     sleeping_barrier(world.comm)
     too_large = ""
@@ -161,6 +153,23 @@ def find_facts(
     if takes_alike:
         by_place = {place: _unmeasured(timed, agreed_layers) for place, timed in by_place.items()}
     return PipelineFacts(agreed_layers, by_place, measure_links(world))
+
+
+def _checked_chain(setup: Setup, world: World, min_batch: int) -> list[nn.Module]:
+    """Return the task's layers; rank 0 checks with two batches that they compute the model.
+
+    Not collective.
+    """
+    task = setup.task
+    check_parts(task, "pipeline")
+    chain = chain_of(task)
+    if world.rank == 0:
+        first = range(min(len(setup.train), 2 * min_batch))
+        halves = first[:min_batch], first[min_batch:]
+        batches = [setup.train[[*half]] for half in halves if len(half) == min_batch]
+        with aside(torch.device("cpu")):
+            check_chain(task, chain, batches)
+    return chain
 
 
 def _together(by_rank: Sequence[Sequence[Layer]]) -> tuple[Layer, ...]:

@@ -20,6 +20,7 @@ from kaitian_mpi.balance.ownership import (
     without_mirrors,
 )
 from kaitian_mpi.config import TrainingConfig
+from kaitian_mpi.distributed.pending_parameter import is_compiled
 from kaitian_mpi.distributed.sharded_model import can_be_sharded
 from kaitian_mpi.errors import AgreedError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
@@ -267,6 +268,14 @@ def shard_needs(
         buffers = _UNSHARDED * ahead
         needs.append(Need(owned, bucket, buffers, ahead, freed=sharded_bytes, copied=sum(whole)))
     return needs, numbers
+
+
+def possible_needs(
+    config: TrainingConfig, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[Need, ...]:
+    """Return the memory needs of a model; a compiled one cannot shard its parameters."""
+    needs, _ = shard_needs(config, model, optimizers)
+    return tuple(needs[:1] if any(map(is_compiled, model.modules())) else needs)
 
 
 def is_worth_sharding(parameter: nn.Parameter) -> bool:
