@@ -306,7 +306,9 @@ class PlannedShardSampler(_IndexBatchSampler):
                 f"set its attribute {_MAY_BE_MIXED} = True if rows of a step's batches may be mixed"
             )
         elif self._has_custom_batches:
-            self._planner.say(f"adaptive: the rows of a step's batches of {name} are divided anew")
+            self._planner.say(
+                f"adaptive: the rows of a step's batches of {name} are divided by the plan"
+            )
 
     def _all_batches(self) -> Iterator[_StepBatch]:
         batches, same = itertools.tee(self.original.batch_sampler)

@@ -455,7 +455,9 @@ def test_batches_of_a_scripts_own_batch_sampler(adaptive, capsys, monkeypatch, m
         taken.append(x.flatten().tolist())
     divided = [[6], [7, 8], [9, 10, 11]] if mixed else [[9], [10, 11], [6, 7, 8]]
     assert taken[:2] == [batches[adaptive.rank], divided[adaptive.rank]]
-    text = "a step's batches of Buckets are divided anew" if mixed else "of Buckets stay whole"
+    text = (
+        "a step's batches of Buckets are divided by the plan" if mixed else "of Buckets stay whole"
+    )
     assert capsys.readouterr().out.count(text) == (adaptive.rank == 0)
 
 

@@ -46,7 +46,7 @@ def report(beat=0.0, limit=60, since=0.0, waits=0, allowed=None, step="12", phas
 
 
 def test_verdicts_on_a_rank_by_its_newest_report_and_the_state_of_its_process():
-    for now, line, anew, state, reason in (
+    for now, line, restarted, state, reason in (
         (60.0, report(), 0, "S", None),
         (61.0, report(), 0, "T", "no heartbeat for 61 s (stopped), last in forward of step 12"),
         (61.0, report(allowed="inf"), 0, "t", "no heartbeat for 61 s (stopped by a debugger)"),
@@ -67,7 +67,7 @@ def test_verdicts_on_a_rank_by_its_newest_report_and_the_state_of_its_process():
         (9999.0, report(limit="inf"), 0, "S", None),
         (61.0, report(beat=62, since=62), 0, "S", None),
     ):
-        kill = kill_reason(now, Heartbeat(line), anew, state)
+        kill = kill_reason(now, Heartbeat(line), restarted, state)
         assert kill == reason if reason is None else reason in kill
     for now, line, state, reason in (  # a stopped one may have a limit of its own
         (3.0, report(), "T", None),
