@@ -187,7 +187,7 @@ def in_parts(world: Any) -> Iterator[None]:
 
     def needs_too_much(*args: Any) -> Any:
         (whole, *parts), numbers = shard_needs(*args)
-        assert parts, "no parameter can be in parts"
+        assert parts, "no parameter can be sharded"
         return [whole._replace(owned=1 << 60), *parts], numbers
 
     with mock.patch.object(memory_budget, "shard_needs", needs_too_much):
@@ -305,7 +305,7 @@ def late_mirrored_values(world: Any) -> str:
 
 
 def late_parts(world: Any) -> str:
-    """Parameters in parts that come late are waited for."""
+    """Sharded parameters that come late are waited for."""
     count = []
     start = ParameterGathers.start
 
@@ -380,7 +380,7 @@ def end_counting(world: Any) -> dict[str, int]:
 
 
 def parts_are_not_kept(world: Any) -> str:
-    """Of parameters in parts, a forward leaves only a few whole, in fp32."""
+    """Of sharded parameters, a forward leaves only a few whole, in fp32."""
     return what_parts_leave(world, "fp32")
 
 
@@ -478,7 +478,7 @@ def shard_in_both_kinds(world: Any) -> str:
 
 
 def parts_in_both_kinds(world: Any) -> str:
-    """So it is with parameters in parts."""
+    """So it is with sharded parameters."""
     with in_parts(world):
         return check_weights(world, 1e-10, make_task(), layout="shard", mirrors=False)
 

@@ -21,7 +21,7 @@ from kaitian_mpi.train.layouts.shard import memory_budget, shard_layout, shards
 from kaitian_mpi.train.measure.plan import Plan, Profiles
 
 LAYOUTS = "replicate", "shard", "mirrors", "parts", "pipeline"
-"""As --layout has them; and shard with mirrors, and with parameters in parts."""
+"""As --layout has them; and shard with mirrors, and, as `parts`, with sharded parameters."""
 
 
 def settings_of(layout: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def given_layout(
         stages: returns the stages, given the number of layers.
         memory: returns the ranks' memory, in proportion.
         experts: returns each expert's rank, and that of its mirror, given the number of experts.
-        sharded: returns which parameters are in parts, given the numbers of those that can be.
+        sharded: returns which parameters are sharded, given the numbers of those that can be.
         bucket_caps: the bytes of the buckets of a layout that sums to owners.
     """
     plan_of, find_memory_budget = Profiles.plan, memory_budget.find_memory_budget

@@ -4,7 +4,7 @@ A case follows from its seed alone: a model of layers that share modules and wei
 and change in place what they get; outputs that nothing uses, or only for some samples; parameters
 that are frozen for some steps, or that no optimizer has; several optimizers, clipping,
 micro-batches, weights of zero, shares that change from step to step, stages cut anywhere,
-parameters in parts; and a resume in another layout in the middle.
+sharded parameters; and a resume in another layout in the middle.
 
     mpirun -np 3 --with-ft ulfm python tests/mpi/layout_cases.py 17        # one seed
     mpirun -np 3 --with-ft ulfm python tests/mpi/layout_cases.py 0:200     # seeds 0 to 199

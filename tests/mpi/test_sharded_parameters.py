@@ -1,4 +1,4 @@
-"""Parameters in parts train as whole ones do, whoever owns what."""
+"""Sharded parameters train as whole ones do, whoever owns what."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""Parameters in parts are whole while they are used, and no longer; and who can be in parts."""
+"""Sharded parameters are whole while they are used, and no longer; and which can be sharded."""
 
 import copy
 
@@ -14,7 +14,7 @@ from kaitian_mpi.train.layouts.shard.shards import steps_by_element
 
 
 class Owner:
-    """Has the values of a model's parameters, all of which are in parts."""
+    """Has the values of a model's parameters, all of which are sharded."""
 
     def __init__(self, model):
         self.values = [p.detach().clone() for p in model.parameters()]

@@ -134,7 +134,7 @@ class ByDdp(InOnePiece):
 
 
 class InShards:
-    """Trains a model in shards, whose parameters are whole on each rank or in parts."""
+    """Trains a model in shards, whose parameters are whole on each rank or sharded."""
 
     overlaps = True
     in_parts = False

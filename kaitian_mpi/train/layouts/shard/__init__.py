@@ -1,1 +1,1 @@
-"""Layout shard: gradients and optimizer state, and parameters if need be, in parts."""
+"""Layout shard: each rank has a part of the gradients and optimizer state, or of all."""

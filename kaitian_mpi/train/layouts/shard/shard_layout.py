@@ -27,7 +27,7 @@ from kaitian_mpi.train.task import Computation, Task
 
 
 class ShardLayout(Layout):
-    """Gradients and optimizer state, and parameters if they fit no rank whole, are in parts."""
+    """Each rank has a part of the gradients and optimizer state, and of parameters if need be."""
 
     name = "shard"
     engine = ShardEngine
@@ -37,7 +37,7 @@ class ShardLayout(Layout):
         self._budget = budget
         self._reserved = reserved
         self._sharded_model: ShardedModel | None = None
-        # Of the parameters in parts, what this rank has before there are owners.
+        # Of the sharded parameters, what this rank has before there are owners.
         self._values: dict[Key, torch.Tensor] = {}
 
     @classmethod

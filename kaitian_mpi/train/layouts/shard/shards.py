@@ -1,6 +1,6 @@
 """Layout shard: each rank keeps the optimizer's state, and the gradients, of its own parts only.
 
-The parameters are whole on every rank, or owned in parts as well. The parts of a rank are in
+The parameters are whole on every rank, or sharded as well. The parts of a rank are in
 proportion to its memory, its batches to its speed. If parts have mirrors, these keep and step the
 same, so that all of the state is left after a rank is lost.
 """
