@@ -3,7 +3,7 @@
 Without mpirun, they are only collected, and started under it; see `start_ranks.py`.
 
 Every test runs on every rank. The first failure on any rank ends the session with that rank's
-traceback, because the other ranks would wait for it for ever.
+traceback, because the other ranks would wait for it forever.
 """
 
 from __future__ import annotations

@@ -149,6 +149,12 @@ class ParameterGathers:
             works += gather_together(pieces, tensors, self._group, in_background=in_background)
         return values, [work for work in works if work is not None]
 
+    def gather_one(self, number: int, waits: WaitContext) -> torch.Tensor:
+        """Return the values of one parameter, waiting for them in this context. Collective."""
+        with waits(_WAITED_FOR):
+            values, _ = self.start([number], in_background=False)
+        return values[number]
+
     @torch.no_grad()
     def write_back(self, number: int, values: torch.Tensor) -> None:
         """Store this rank's rows of values that a forward may have changed. Not collective.
@@ -194,8 +200,52 @@ def _are_equal_and_in_order(rows: Sequence[tuple[int, int]]) -> bool:
     return len({end - begin for begin, end in rows}) == 1 and list(rows) == sorted(rows)
 
 
+class IndependentGathers:
+    """Gathers parameters while each rank computes what it likes, as in an evaluation.
+
+    Each rank tells the others which parameter it needs next, and joins what they need.
+    """
+
+    def __init__(
+        self,
+        gathers: ParameterGathers,
+        exchange: Callable[[Any], list[Any]],
+        waits: WaitContext,
+    ) -> None:
+        """Not collective; the arguments are as those of `Gathering`."""
+        self._gathers = gathers
+        self._exchange = exchange
+        self._waits = waits
+
+    def unshard(self, number: int) -> torch.Tensor:
+        """Return a parameter's values.
+
+        Every other rank calls this as well, for any parameter, or `join_others`.
+        """
+        values: torch.Tensor | None = None
+        for needed in self._needed_numbers(number):
+            gathered = self._gathers.gather_one(needed, self._waits)
+            if needed == number:
+                values = gathered
+        assert values is not None
+        return values
+
+    def join_others(self) -> None:
+        """Join the gathers that other ranks still need, until all ranks call this."""
+        while numbers := self._needed_numbers(_DONE):
+            for number in numbers:
+                self._gathers.gather_one(number, self._waits)
+
+    def _needed_numbers(self, number: int) -> list[int]:
+        """Return the parameters that some rank needs now, if this one needs `number`."""
+        return sorted(set(self._exchange(number)) - {_DONE})
+
+
 class Gathering:
-    """Gathers parameters' values from their owners. Collective, unless stated otherwise."""
+    """Gathers parameters' values from their owners, in the order of the rounds of training.
+
+    Collective, unless stated otherwise.
+    """
 
     def __init__(
         self,
@@ -225,6 +275,8 @@ class Gathering:
         self._model = model
         self._gathers = ParameterGathers(model, parts, targets, group)
         self._exchange = exchange
+        self.independent = IndependentGathers(self._gathers, exchange, waits)
+        """For forwards outside of rounds."""
         self._waits = waits
         self._order: list[int] | None = None
         self._recorded: list[int] = []
@@ -282,29 +334,6 @@ class Gathering:
         """Return what is another one once a script has changed a parameter within a round."""
         return None
 
-    def unshard_any(self, number: int) -> torch.Tensor:
-        """Return a parameter's values, in an evaluation.
-
-        Every other rank calls this as well, for any parameter, or `join_others`.
-        """
-        values: torch.Tensor | None = None
-        for needed in self._needed_numbers(number):
-            gathered = self._gather(needed)
-            if needed == number:
-                values = gathered
-        assert values is not None
-        return values
-
-    def join_others(self) -> None:
-        """Join the gathers that other ranks still need, until all ranks call this."""
-        while numbers := self._needed_numbers(_DONE):
-            for number in numbers:
-                self._gather(number)
-
-    def _needed_numbers(self, number: int) -> list[int]:
-        """Return the parameters that some rank needs now, if this one needs `number`."""
-        return sorted(set(self._exchange(number)) - {_DONE})
-
     def _follow(self, number: int | None) -> int | None:
         """Return the parameter, or `BUCKET`, that comes next in a round; None at its end.
 
@@ -356,7 +385,7 @@ class Gathering:
         All ranks start these at the same place, so they start their collectives in one order.
         """
         if self._order is None:
-            return self._gather(number)
+            return self._gathers.gather_one(number, self._waits)
         if self._under_way and not self._under_way[0].values:
             self._under_way.popleft()  # only now, when its last parameter is no longer used
         if not self._under_way:
@@ -385,8 +414,3 @@ class Gathering:
         with nullcontext() if self._prefetches else self._waits(_WAITED_FOR):
             values, works = self._gathers.start([*versions], in_background=self._prefetches)
         self._under_way.append(GatheredRun(numbers, values, versions, works, self._model.stream()))
-
-    def _gather(self, number: int) -> torch.Tensor:
-        with self._waits(_WAITED_FOR):
-            values, _ = self._gathers.start([number], in_background=False)
-        return values[number]

@@ -103,11 +103,11 @@ def test_owners_on_devices_train_like_one_process(world, dtype, tolerance, form)
         reducer.share_values()
         reducer.check_values()
         if in_parts:
-            sharded.begin(gathering.unshard_any)
+            sharded.begin(gathering.independent.unshard)
         here = [values(p) for p in ours.parameters()]
         if in_parts:
             sharded.end()
-            gathering.join_others()
+            gathering.independent.join_others()
         assert agree(world, torch.cat([parameter.flatten() for parameter in here]))
     reducer.close()
     assert {p.device.type for p in ours.parameters()} == {world.device.type}

@@ -158,7 +158,7 @@ class InShards:
 
     def train(self, x):
         self._reducer.arm(1 / self._world.size)
-        with self._whole("unshard"):
+        with self._whole(lambda gathering: gathering.unshard):
             output = self.model(x)
             output.square().mean().backward()
         if self._sharded_model is not None:
@@ -171,20 +171,20 @@ class InShards:
         return output
 
     @contextmanager
-    def _whole(self, source):
+    def _whole(self, source_of):
         if self._sharded_model is None:
             yield
             return
-        self._sharded_model.begin(getattr(self._gathering, source), self._gathering.write_back)
+        self._sharded_model.begin(source_of(self._gathering), self._gathering.write_back)
         yield
         self._sharded_model.end()
 
     def values(self):
         self._reducer.check_values()
-        with self._whole("unshard_any"):
+        with self._whole(lambda gathering: gathering.independent.unshard):
             weights = [values(parameter) for parameter in self.model.parameters()]
         if self._gathering is not None:
-            self._gathering.join_others()
+            self._gathering.independent.join_others()
         return weights
 
     def close(self):

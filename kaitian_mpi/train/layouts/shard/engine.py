@@ -98,13 +98,13 @@ class ShardEngine(Engine):
         if gathering is None:
             yield
             return
-        self._sharded_model.begin(gathering.unshard_any, gathering.write_back)
+        self._sharded_model.begin(gathering.independent.unshard, gathering.write_back)
         try:
             yield
         finally:
             self._sharded_model.end()
         enter_phase("waiting for the other ranks' forwards", waits=True, limited=False)
-        gathering.join_others()
+        gathering.independent.join_others()
 
     def _end_forward(self, keeps_changes: bool = True) -> None:
         """Release the parameters that were gathered. Not collective."""
