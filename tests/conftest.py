@@ -20,6 +20,7 @@ from kaitian_mpi.runtime.mpi_libraries import launched_by
 _FILE = os.environ.get("KAITIAN_TEST_TIMES")
 _LAUNCH = read_launch(os.environ)
 _MIN_SEC = 0.1
+_GARBAGE_THRESHOLD = 50_000  # objects; with Python's 700, a twentieth of the time goes to looking
 
 # What started the tests may have these ignored or blocked, as a background job of a shell, `nohup`
 # and cron do, and processes inherit that.
@@ -77,6 +78,7 @@ def _own_logging() -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is loaded by now stays: each collection of garbage would look through it
+    gc.set_threshold(_GARBAGE_THRESHOLD, 20, 20)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

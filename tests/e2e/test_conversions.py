@@ -33,6 +33,7 @@ def check(name, out):
     assert (last if least > 0 else -last) > least, out
 
 
+@pytest.mark.thorough  # it shows nothing of this package
 @pytest.mark.parametrize("name", SHORT)
 def test_a_script_trains_as_it_was_before(tmp_path, name):
     script = FOLDER / f"{name}_before.py"

@@ -106,7 +106,10 @@ def test_mirrors_have_a_lost_ranks_part(survivors, ranks, form, kills, settings)
     ("ranks", "form", "kills", "settings"),
     [
         (4, "open", "loss:3:3 optimizer:6:0 gradient:9:1", []),
-        (4, "closed", "backward:3:1 optimizer:8:0", ["spares=1"]),
+        pytest.param(
+            *(4, "closed", "backward:3:1 optimizer:8:0", ["spares=1"]),
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(3, "closed", "backward:3:2 optimizer:6:0", [], marks=pytest.mark.thorough),
         pytest.param(
             *(4, "closed", "optimizer:1:1 script:6:3 evaluate:11:0", []),
@@ -193,7 +196,7 @@ def test_a_spare_takes_over_in_an_evaluation_after_a_step(survivors):
     [
         ("script:3:4 forward:8:3 evaluate:8:0 after:15:2", None, ""),
         ("between:8:1 after:8:0", 8, ""),
-        ("after:11:1", 11, "steps:10"),
+        pytest.param("after:11:1", 11, "steps:10", marks=pytest.mark.thorough),
         *(pytest.param(*case, marks=pytest.mark.thorough) for case in FURTHER_EPOCHS),
     ],
 )
@@ -219,7 +222,7 @@ def test_the_next_rank_records_an_epoch_that_the_first_has_not(survivors, tmp_pa
     assert [line["step"] for line in lines if "validation" in line] == [7, 14]
 
 
-@pytest.mark.parametrize("survives", [True, False])
+@pytest.mark.parametrize("survives", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_ranks_that_stood_by_take_part_in_what_follows(tmp_path, survives):
     seen = tmp_path / "seen"
     seen.mkdir()

@@ -279,6 +279,7 @@ def test_models_that_cannot_be_reverted_are_refused():
     assert "expert 2 of a block is not as" in refusal(revert_experts, model)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not YEAR_OLD, reason="needs releases in the folder $KAITIAN_TEST_YEAR_OLD")
 @pytest.mark.parametrize("some", by_default(["gradients_stay", "test"], ["gradients_stay"]))
 def test_models_of_transformers_of_a_year_ago(some):

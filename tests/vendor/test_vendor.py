@@ -74,7 +74,7 @@ def test_all_reduce(world, put, algorithm):
 
 # Up to where one nonblocking call does it; from where it is cut, in pieces of 2 MB; and the
 # rounds of 16-bit floats.
-@pytest.mark.sizes(3)
+@pytest.mark.sizes(3, 4)
 @pytest.mark.parametrize(
     ("dtype", "edge"),
     [(torch.float32, 16_384), (torch.float32, 2_097_152), (torch.bfloat16, 262_144)],
@@ -463,7 +463,7 @@ def test_a_tensor_may_be_freed_before_it_is_sent(world, device_of, algorithm, la
         assert torch.equal(values(total), expected)
 
 
-@pytest.mark.sizes(3)
+@pytest.mark.sizes(3, 4)
 @pytest.mark.parametrize(
     "way",
     [
