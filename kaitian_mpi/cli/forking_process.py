@@ -206,12 +206,15 @@ def become(request: RankRequest, program: str) -> None:
     os.environ.clear()
     os.environ.update(request.variables)
     sys.argv[:] = request.arguments
+    sys.orig_argv[:] = request.original_arguments
     sys.path[:] = request.module_path
     script = sys.modules["__main__"] = types.ModuleType("__main__")
     script.__file__ = request.arguments[0]
     with suppress(OSError):
         Path("/proc/self/comm").write_text(program)
-    sys.modules["numpy"].random.seed()  # Python's own generator is seeded at each fork
+    # Python's own generator is seeded at each fork.
+    sys.modules["numpy"].random.seed()
+    sys.modules["torch"].default_generator.seed()
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ class RankRequest:
 
     arguments: list[str]
     """`sys.argv`"""
+    original_arguments: list[str]
+    """`sys.orig_argv`"""
     module_path: list[str]
     """`sys.path`"""
     folder: str
@@ -108,6 +110,7 @@ def _request(blocked: Iterable[int]) -> RankRequest:
     os.umask(umask)
     return RankRequest(
         arguments=sys.argv,
+        original_arguments=sys.orig_argv,
         module_path=sys.path,
         folder=os.getcwd(),
         variables=dict(os.environ),

@@ -10,7 +10,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from kaitian_mpi.cli.forking_process import become
 from kaitian_mpi.devices import drivers
 from kaitian_mpi.runtime import FORKS_AT, forked_rank
 from kaitian_mpi.runtime.forked_rank import RankRequest, address_of
@@ -54,6 +56,7 @@ def test_a_rank_passes_on_what_it_was_started_with_and_ends_as_the_forked_one(li
             connection, request, streams = accept_request(listening)
             with connection:
                 assert request.arguments == ["-c", "a", "b"]
+                assert request.original_arguments == [sys.executable, "-c", RANK, "a", "b"]
                 assert request.folder == str(tmp_path)
                 assert FORKS_AT not in request.variables
                 assert request.launcher == os.getpid()
@@ -94,6 +97,39 @@ def test_processes_of_other_users_are_not_of_this_one(monkeypatch):
         assert forked_rank.is_of_this_user(ours)
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         assert not forked_rank.is_of_this_user(ours)
+
+
+def test_forked_ranks_draw_random_numbers_of_their_own():
+    request = RankRequest(
+        arguments=["script.py"],
+        original_arguments=["python", "script.py"],
+        module_path=sys.path,
+        folder=os.getcwd(),
+        variables=dict(os.environ),
+        cores=[],
+        ignored=[],
+        blocked=[],
+        umask=0o22,
+        process=os.getpid(),
+        launcher=os.getppid(),
+    )
+    seeds = set()
+    for _ in range(2):
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                become(request, "rank")
+                os.write(write_end, f"{sys.orig_argv[1]} {torch.initial_seed()}".encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        script, seed = os.read(read_end, 64).split()
+        assert script == b"script.py"
+        seeds.add(seed)
+        for descriptor in (read_end, write_end):
+            os.close(descriptor)
+    assert len(seeds) == 2
 
 
 @pytest.mark.parametrize(
