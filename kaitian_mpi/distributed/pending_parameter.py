@@ -33,6 +33,12 @@ _NEED_NO_VALUES = {
     *("register_post_accumulate_grad_hook", "get_device", "storage_offset", "retain_grad"),
 }
 
+GOES_FIRST = "goes_first"
+"""An attribute of other classes of tensors whose values are not in their memory.
+
+Their `__torch_function__` calls the function again with tensors that have the values.
+"""
+
 
 class PendingParameter(nn.Parameter):
     """A parameter whose values may not be used before `materialize`, which a subclass sets."""
@@ -48,6 +54,8 @@ class PendingParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(hasattr(kind, GOES_FIRST) for kind in types):
+            return NotImplemented
         if cls.fills_no_memory and func in _FILL_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(args[0].as_strided((1,), (1,)), *args[1:], **kwargs).expand_as(args[0])

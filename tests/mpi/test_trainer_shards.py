@@ -1033,6 +1033,22 @@ def state_dict_of_an_earlier_step(model, module, data):
     return [*clones, *copy.deepcopy(states[0]).values()]
 
 
+def state_dict_beside_parameters(model, module, data):
+    """The values of a state_dict are used together with the parameters that it is of."""
+    optimizer = adamw(module.parameters())
+    for step in range(2):
+        step_once(model, optimizer, *data(step))
+    module.load_state_dict(module.state_dict())
+    state = module.state_dict()
+    with torch.no_grad():
+        differences = [state[name] - 0.5 * p for name, p in module.named_parameters()]
+        torch._foreach_lerp_([*module.parameters()], differences, 0.5)
+        module.last.bias.copy_(state["last.bias"] * 0.5)
+        module.last.weight.add_(state["last.weight"])
+    step_once(model, optimizer, *data(2))
+    return differences
+
+
 def kept_data(model, module, data):
     optimizer = adamw(module.parameters())
     for step in range(3):
@@ -1076,6 +1092,7 @@ FOUND = {
         *(late_with_scaler, scaler_of_two_optimizers, group_of_another_model, wrapped_again),
         changed_after_its_gather,
         *(state_reset, copy_of_an_optimizer, state_dict_of_an_earlier_step, kept_data),
+        state_dict_beside_parameters,
         *(thrown_away_under_no_sync, unfrozen_before_clearing),
     )
 }

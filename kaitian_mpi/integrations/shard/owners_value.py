@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -60,6 +60,8 @@ class OwnersValue(torch.Tensor):
     `torch.save`, that of one tensor at a time.
     """
 
+    goes_first: ClassVar[bool] = True
+    """See `GOES_FIRST`: to parameters, its own memory would be its values."""
     source: ValueSource
     whole: torch.Tensor | None
     whole_version: Any
@@ -101,8 +103,7 @@ class OwnersValue(torch.Tensor):
         args = _with_values(args, used)
         kwargs = _with_values(kwargs or {}, used)
         versions = [whole._version for whole in used]
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+        result = func(*args, **kwargs)  # a parameter among the arguments then brings its values
         if versions != [whole._version for whole in used]:
             raise UserError(
                 "--layout shard: values of a state_dict were changed in place, which does not "
