@@ -3,9 +3,11 @@
 import collections
 import contextlib
 import copy
+import dataclasses
 import gc
 import itertools
 import time
+from collections import UserDict
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from choices import by_default
 from test_memory import MB, in_memory
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -1049,6 +1052,37 @@ def state_dict_beside_parameters(model, module, data):
     return differences
 
 
+def copied_by_one_rank(model, module, data):
+    """As an average of weights on rank 0 only; the ranks have another model later."""
+    optimizer = adamw(module.parameters())
+    step_once(model, optimizer, *data(0))
+    if data.is_first:
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    other = Net(seed=3)
+    rival = DistributedDataParallel(other, find_unused_parameters=True) if data.is_own else other
+    step_once(rival, adamw(other.parameters()), *data(1))
+    step_once(model, optimizer, *data(2))
+    if not data.is_first:
+        return []
+    averaged.update_parameters(model)
+    return [*other.parameters(), *averaged.module.parameters()]
+
+
+def changed_after_wrapping(model, module, data):
+    """Ties a layer, removes a parameter and prunes: the parameters get other numbers."""
+    optimizer = adamw(module.parameters())
+    module.some.weight = module.middle.weight
+    module.first.bias = None
+    prune.l1_unstructured(module.middle, "bias", 0.3)
+    for step in range(4):
+        module.last.requires_grad_(step != 2)
+        optimizer.zero_grad()
+        x, y = data(step)
+        loss_of(model(x, some=True), y).backward()
+        optimizer.step()
+    return [*module.state_dict().values()]
+
+
 def kept_data(model, module, data):
     optimizer = adamw(module.parameters())
     for step in range(3):
@@ -1092,7 +1126,7 @@ FOUND = {
         *(late_with_scaler, scaler_of_two_optimizers, group_of_another_model, wrapped_again),
         changed_after_its_gather,
         *(state_reset, copy_of_an_optimizer, state_dict_of_an_earlier_step, kept_data),
-        state_dict_beside_parameters,
+        *(state_dict_beside_parameters, copied_by_one_rank, changed_after_wrapping),
         *(thrown_away_under_no_sync, unfrozen_before_clearing),
     )
 }
@@ -1108,6 +1142,66 @@ FURTHER_FOUND = {
 @pytest.mark.parametrize("name", by_default(FOUND, FOUND.keys() - FURTHER_FOUND))
 def test_what_scripts_do_beside_steps(world, owners, name):
     compare(world, FOUND[name])
+
+
+@dataclasses.dataclass
+class Scores:
+    scores: torch.Tensor
+    count: int = 7
+
+
+class Output(dict):
+    """As those of many libraries."""
+
+
+class Returning(Net):
+    """Returns its scores in an object, and a parameter of its own."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.wrap = wrap
+        self.spread = nn.Parameter(torch.zeros(7, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.wrap(super().forward(x)), self.spread
+
+
+@further_sizes
+@also_whole
+@pytest.mark.parametrize(
+    "wrap",
+    [Scores, lambda scores: Output(scores=scores), lambda scores: UserDict(scores=scores)],
+)
+def test_outputs_in_objects_and_parameters(world, owners, wrap):
+    def train(model, module, data):
+        optimizer = adamw(model.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            for micro in range(2):
+                adds = micro == 0 and data.is_own
+                with model.no_sync() if adds else contextlib.nullcontext():
+                    x, y = data(2 * step + micro)
+                    output, spread = model(x)
+                    scores = output.scores if isinstance(output, Scores) else output["scores"]
+                    # The gradient of the parameter comes before that of the scores.
+                    loss_of(scores * (2 * spread).exp(), y).backward()
+            optimizer.step()
+
+    compare(world, train, make=lambda: Returning(wrap))
+
+
+def test_a_graph_of_before_there_are_owners_does_not_compute_nan(world, owners):
+    """As a penalty on weights that is computed before the first forward."""
+    model = Net()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    penalty = model.last.weight.square().sum()
+    x, y = Data(world, True)(0)
+    loss = loss_of(ddp(x), y) + penalty
+    if owners == "whole":
+        loss.backward()
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def set_gradient(ddp, module, optimizer, x, y):
@@ -1220,6 +1314,30 @@ def past_the_forward(ddp, module, optimizer, x, y):
     loss_of(module(x), y).backward()
 
 
+def scaled_rows(ddp, module, optimizer, x, y):
+    DistributedDataParallel(nn.Sequential(nn.Embedding(5, 3, max_norm=1.0)))
+
+
+def assigned(ddp, module, optimizer, x, y):
+    module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+    ddp(x)
+
+
+def frozen_after_pruning(ddp, module, optimizer, x, y):
+    other = Net()
+    other.first.requires_grad_(False)
+    rival = wrapped(other)
+    loss_of(rival(x), y).backward()
+    prune.identity(other.middle, "weight")
+    other.first.requires_grad_(True)
+    rival(x)
+
+
+def called_with_others(ddp, module, optimizer, x, y):
+    others = {f"module.{name}": 2 * p for name, p in module.named_parameters()}
+    torch.func.functional_call(ddp, others, (x,))
+
+
 class Hidden:
     """An output in which no tensor is found."""
 
@@ -1254,6 +1372,10 @@ REFUSALS = [
     (state_of_a_parameter, r"use optimizer.state_dict\(\)"),
     (other_wrap, "parameters in two models"),
     (converted, "convert"),
+    (scaled_rows, "max_norm of an embedding: 0;"),
+    (assigned, r"first\.weight is another tensor .* without assign=True"),
+    (called_with_others, r"first\.weight is another tensor .* functional_call"),
+    (frozen_after_pruning, "after others were added, removed, tied or pruned"),
 ]
 
 

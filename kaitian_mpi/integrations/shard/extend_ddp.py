@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,13 +25,14 @@ _REFUSED = "register_comm_hook", "_register_builtin_comm_hook", "join"
 def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
     """Extend each DDP that is created from now on; return what restores the class."""
     ddp: Any = DistributedDataParallel
+    being_created: list[DistributedDataParallel] = []  # and not copied, as by one rank alone
     verify: Any = distributed._verify_param_shape_across_processes
     restore_torch = replace_all(
         [
             (distributed, "_verify_param_shape_across_processes", _verify(verify)),
             (distributed, "_sync_module_states", _sync(distributed._sync_module_states, shards)),
-            (ddp, "__init__", _create(ddp.__init__, shards)),
-            (ddp, "_ddp_init_helper", _make_reducer(ddp._ddp_init_helper, shards)),
+            (ddp, "__init__", _create(ddp.__init__, shards, being_created)),
+            (ddp, "_ddp_init_helper", _make_reducer(ddp._ddp_init_helper, shards, being_created)),
             *((ddp, name, _refuse(name)) for name in _REFUSED),
         ]
     )
@@ -44,23 +45,34 @@ def extend_ddp(shards: TrainerShards) -> Callable[[], None]:
     return restore
 
 
-def _create(stock: Any, shards: TrainerShards) -> Any:
+def _create(stock: Any, shards: TrainerShards, being_created: list[DistributedDataParallel]) -> Any:
     arguments = inspect.signature(stock)
 
     @functools.wraps(stock)
     def create(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         call_arguments = arguments.bind(ddp, *args, **kwargs).arguments
         shards.placement.begin(call_arguments["module"], call_arguments.get("init_sync", True))
-        stock(ddp, *args, **kwargs)
+        being_created.append(ddp)
+        try:
+            stock(ddp, *args, **kwargs)
+        finally:
+            being_created.pop()
 
     return create
 
 
-def _make_reducer(stock: Any, shards: TrainerShards) -> Any:
+def _make_reducer(
+    stock: Any, shards: TrainerShards, being_created: Sequence[DistributedDataParallel]
+) -> Any:
+    def is_replicated(ddp: DistributedDataParallel) -> bool:
+        if shards.settings.layout != "auto":
+            return False
+        if ddp in being_created:
+            return replicates(shards.settings, shards.world, ddp.module, _has_sums(ddp))
+        return not _is_watched(ddp)
+
     def make_reducer(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        if shards.settings.layout == "auto" and replicates(
-            shards.settings, shards.world, ddp.module, _has_sums(ddp)
-        ):
+        if is_replicated(ddp):
             with unlimited():  # an emulated limit holds from here on
                 pass
             shards.placement.move_whole(ddp.module)
@@ -72,8 +84,9 @@ def _make_reducer(stock: Any, shards: TrainerShards) -> Any:
         ddp.logger = nothing
         ddp._passing_sync_batchnorm_handle(ddp.module)
         shards.add_model(ddp)
-        ddp.register_forward_pre_hook(_BeginForward())
-        ddp.register_forward_hook(_EndForward(), always_call=True)
+        if not _is_watched(ddp):
+            ddp.register_forward_pre_hook(_BeginForward())
+            ddp.register_forward_hook(_EndForward(), always_call=True)
 
     return make_reducer
 
@@ -97,6 +110,11 @@ def _sync(stock: Any, shards: TrainerShards) -> Any:
         stock(module=module, params_and_buffers_to_ignore=ignored, **kwargs)
 
     return sync_plain
+
+
+def _is_watched(ddp: DistributedDataParallel) -> bool:
+    """Return whether a DDP has the hooks of one that is sharded, as a copy has as well."""
+    return any(isinstance(hook, _BeginForward) for hook in ddp._forward_pre_hooks.values())
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
@@ -127,6 +145,12 @@ def _check(ddp: DistributedDataParallel, ranks: int) -> None:
         raise UnsupportedError(
             "--layout shard does not support delay_all_reduce_named_params; remove it"
         )
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise UnsupportedError(
+                f"--layout shard does not support max_norm of an embedding: {name}; each rank "
+                "would scale the rows of its own batch; limit the norms after optimizer.step()"
+            )
     for name, parameter in ddp.module.named_parameters():
         if parameter.requires_grad and name in ddp.parameters_to_ignore:
             raise UnsupportedError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,6 @@ class OwnedModel:
         self,
         ddp: DistributedDataParallel,
         world: World,
-        index: int,
         reads: OwnerReads,
         waits: Waits,
         calls: ScriptCalls,
@@ -66,14 +66,13 @@ class OwnedModel:
         Args:
             ddp: the wrapped model.
             world: all ranks.
-            index: of this model, the same on every rank.
             reads: from other ranks.
             waits: makes the context of waiting for other ranks.
             calls: compares what the ranks' scripts do.
             backward_done: called when all ranks have computed a backward.
         """
         self.parameters = list(ddp.module.parameters())
-        self.rows = OwnedRows(self.parameters, world.rank, index, reads)
+        self.rows = OwnedRows(self.parameters, world.rank, reads, waits)
         self.sharded: ScriptParameters | None = None
         self.sums: OpenReducer | None = None
         self._module = weakref.ref(ddp.module)
@@ -81,12 +80,13 @@ class OwnedModel:
         self._backward_done = backward_done
         self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
         self._by_rows = True
-        self._waits = waits
         self._calls = calls
         self._group = ddp.process_group
         self._prefetches = False
         # Whether the last forward's backward ends a step; None if a backward has followed it.
         self._syncs: bool | None = None
+        # By the numbers of parameters that forwards have returned: whether the backward ends a step
+        self._returned: dict[int, bool] = {}
         self._gradients = RemoteGradients(self.parameters, self._gradients_of)
 
     @property
@@ -106,12 +106,27 @@ class OwnedModel:
         self._module = weakref.ref(ddp.module)
         self._group = ddp.process_group
 
+    def follow_module(self) -> None:
+        """Have the parameters that the model has now, before there are owners. Not collective.
+
+        Raises:
+            UserError: these are other tensors, for the time of a `functional_call`.
+        """
+        if not all(parameter.is_leaf for parameter in self.module.parameters()):
+            raise UserError(
+                "--layout shard: the model's first forward is in torch.func.functional_call of "
+                "DistributedDataParallel; use it on the module that is wrapped"
+            )
+        self.parameters[:] = self.module.parameters()  # its rows and gradients are of this list
+        self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
+
     def number(self, parameter: torch.Tensor) -> int:
         """Return the number of a parameter."""
         return self._numbers[id(parameter)]
 
     def assign(
         self,
+        index: int,
         owners: Owners,
         optimizers: Sequence[Optimizer],
         device: torch.device,
@@ -121,6 +136,7 @@ class OwnedModel:
         """Make ranks the owners of the model's rows. Collective.
 
         Args:
+            index: of this model, the same on every rank.
             owners: of which fractions.
             optimizers: those that step the model.
             device: for parameters that have stayed on the host so far.
@@ -147,12 +163,14 @@ class OwnedModel:
                 self.module,
                 owners.sharded,
                 device,
-                read_into=self._read_rows,
+                read_into=self.rows.read,
                 read_version=self.rows.version,
                 write=self.rows.write,
             )
             early = state_dicts.by_parameter(self.module, owners.sharded)
             keys = [(p.parameter, p.begin, p.end) for p in parts if p.owner == self._world.rank]
+            for number in owners.sharded:  # a graph that has kept its values then fails
+                torch.autograd.graph.increment_version(self.parameters[number])
             rank_rows = self.sharded.shard([key for key in keys if key not in values])
             values |= {key: rows for key, rows in rank_rows.items() if key[0] in owners.sharded}
             for number, tensors in early.items():
@@ -160,7 +178,7 @@ class OwnedModel:
                     self.sharded.let_follow(number, tensor)
         elif len({parameter.device for parameter in self.parameters}) > 1:
             self.module.to(device)
-        self.rows.assign(parts, values)
+        self.rows.assign(index, parts, values)
         self._make_reducer()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -178,8 +196,12 @@ class OwnedModel:
     def begin_forward(self, syncs: bool) -> None:
         """Take note of a forward with gradients; whether its backward ends a step or adds."""
         assert self.sums is not None
-        self._check_no_backward()
+        _check_no_backward(self.sums, self._world.rank, self.rows.steps)
+        _check_none_added(self.module, self._numbers)
+        if self._syncs is None:
+            self._returned.clear()
         if self.sums.is_outdated:
+            _check_order(self.module, self.parameters)
             if self.sums.has_begun and self._gradients.kept():
                 raise UserError(
                     "--layout shard: a parameter requires gradients now that did not in the last "
@@ -203,16 +225,34 @@ class OwnedModel:
         if self.sharded is not None:
             self.sharded.end_forward()
         begin = partial(self._begin_backward, bool(self._syncs))
-        for tensor in pytree.tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        for tensor in _tensors_in(output):
+            if id(tensor) in self._numbers:
+                self._returned[self.number(tensor)] = bool(self._syncs)
+            elif tensor.requires_grad:
                 tensor.register_hook(begin)
+
+    def see_gradient(self, number: int, gradient: torch.Tensor) -> None:
+        """Begin to sum if a parameter that a forward has returned has the first gradient.
+
+        Raises:
+            UserError: the gradient is not of a forward.
+        """
+        if self.sums is None or self.sums.is_armed:
+            return
+        if number not in self._returned:
+            raise UserError(
+                "--layout shard: a gradient was computed without the forward of "
+                "DistributedDataParallel, or from an output in which no tensor is found; call the "
+                "wrapped model, and return tensors, or dicts, tuples, lists or dataclasses of them"
+            )
+        self._begin_backward(self._returned[number], gradient)
 
     def before_step(self) -> None:
         """Let this rank's rows follow what the script has done to parameters and gradients."""
         if self.sums is None:
             self._gradients.cleared()  # none that the script has set
             return
-        self._check_no_backward()
+        _check_no_backward(self.sums, self._world.rank, self.rows.steps)
         self._check_values()
         self.rows.follow_data()
         self.follow_cleared()
@@ -236,10 +276,6 @@ class OwnedModel:
         if self.sums is not None:
             self._announce(ScriptCall.STEP)
             self.sums.share_values()
-
-    def _read_rows(self, number: int, values: torch.Tensor) -> None:
-        with self._waits("the owners' rows"):
-            self.rows.read(number, values)
 
     def _begin_backward(self, syncs: bool, _: torch.Tensor) -> None:
         assert self.sums is not None
@@ -284,26 +320,6 @@ class OwnedModel:
         self._calls.check()
         self.sums.check_values()
 
-    def _check_no_backward(self) -> None:
-        """Check that no backward is under way.
-
-        Raises:
-            UserError: it has failed, or this is in one of its hooks.
-        """
-        assert self.sums is not None
-        if not self.sums.is_armed:
-            return
-        if torch._C._current_graph_task_id() != -1:
-            raise UserError(
-                "--layout shard: a model computes or is stepped in a hook of its own backward, "
-                "when the ranks' gradients are not summed yet; do it after backward()"
-            )
-        raise UserError(
-            f"--layout shard: a backward has failed on rank {self._world.rank} after "
-            f"{self.rows.steps} optimizer steps, so the gradients are not summed; let the error "
-            "end the job"
-        )
-
     def _make_reducer(self) -> None:
         gathering = None
         if self.sharded is not None:
@@ -327,10 +343,9 @@ class OwnedModel:
             group=self._group,
             waits=self._calls.waiting,
         )
-        check = _RefuseUnseen(self)
-        for parameter in self.parameters:
-            if parameter.requires_grad:
-                parameter.register_hook(check)  # before autograd adds to `.grad`
+        for number, parameter in enumerate(self.parameters):
+            if parameter.requires_grad:  # the hook is called before autograd adds to `.grad`
+                parameter.register_hook(_SeeGradient(self, number))
 
 
 def _is_called_by_compiled_code() -> bool:
@@ -343,18 +358,83 @@ def _is_called_by_compiled_code() -> bool:
     return False
 
 
-@not_compiled
-class _RefuseUnseen:
-    """A hook of parameters: refuses a gradient that is computed past DDP's forward."""
+def _check_no_backward(sums: OpenReducer, rank: int, steps: int) -> None:
+    """Check that no backward is under way.
 
-    def __init__(self, model: OwnedModel) -> None:
+    Args:
+        sums: of the model's gradients.
+        rank: this rank.
+        steps: of optimizers so far.
+
+    Raises:
+        UserError: it has failed, or this is in one of its hooks.
+    """
+    if not sums.is_armed:
+        return
+    if torch._C._current_graph_task_id() != -1:
+        raise UserError(
+            "--layout shard: a model computes or is stepped in a hook of its own backward, when "
+            "the ranks' gradients are not summed yet; do it after backward()"
+        )
+    raise UserError(
+        f"--layout shard: a backward has failed on rank {rank} after {steps} optimizer steps, so "
+        "the gradients are not summed; let the error end the job"
+    )
+
+
+def _check_order(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Check that a model's parameters have the numbers that they had at its first forward.
+
+    Raises:
+        UserError: the script has added, removed or moved some.
+    """
+    if [*map(id, module.parameters())] != [*map(id, parameters)]:
+        raise UserError(
+            "--layout shard: parameters were frozen or unfrozen after others were added, removed, "
+            "tied or pruned; do the latter before the model's first forward"
+        )
+
+
+def _check_none_added(module: nn.Module, numbers: Mapping[int, int]) -> None:
+    """Check that a model has no parameters whose gradients are not summed.
+
+    Args:
+        module: the model.
+        numbers: of its parameters, by `id`, at its first forward.
+
+    Raises:
+        UserError: the script has added some.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in numbers:
+            raise UserError(
+                f"--layout shard: {name} is another tensor than in the model's first forward, and "
+                "DistributedDataParallel does not sum its gradient; replace or add parameters "
+                "before, load them without assign=True, and use functional_call on the module that "
+                "is wrapped"
+            )
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a forward has returned."""
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors_in([*leaf.values()])
+        elif dataclasses.is_dataclass(leaf):
+            yield from _tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+
+
+@not_compiled
+class _SeeGradient:
+    """A hook of a parameter, called with each gradient."""
+
+    def __init__(self, model: OwnedModel, number: int) -> None:
         self._model = weakref.ref(model)  # else a parameter would keep itself
+        self._number = number
 
     def __call__(self, gradient: torch.Tensor) -> None:
         model = self._model()
-        if model is not None and model.sums is not None and not model.sums.is_armed:
-            raise UserError(
-                "--layout shard: a gradient was computed without the forward of "
-                "DistributedDataParallel, or from an output in which no tensor is found; call the "
-                "wrapped model, and return tensors, or dicts, tuples or lists of them"
-            )
+        if model is not None:
+            model.see_gradient(self._number, gradient)

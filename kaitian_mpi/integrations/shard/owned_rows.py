@@ -13,6 +13,7 @@ from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.distributed.shard_buckets import rows_of_part
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
+from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.shard.row_states import Key, count_rows
 
 Piece = tuple[int, int, Any]
@@ -29,7 +30,7 @@ class OwnedRows:
     done itself.
 
     Attributes:
-        index: of the model, the same on every rank.
+        index: of the model, the same on every rank; -1 until `assign`.
         parts: of all parameters, by all ranks; empty until `assign`.
         targets: this rank's rows, with a gradient of their own.
         lock: held while the rows change.
@@ -37,23 +38,28 @@ class OwnedRows:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], rank: int, index: int, reads: OwnerReads
+        self,
+        parameters: Sequence[nn.Parameter],
+        rank: int,
+        reads: OwnerReads,
+        waits: WaitContext,
     ) -> None:
         """Own nothing yet.
 
         Args:
             parameters: of the model, by their numbers.
             rank: this rank.
-            index: of the model, the same on every rank.
             reads: from other ranks.
+            waits: makes the context of waiting for other ranks.
         """
         self.parts: list[Part] = []
         self.targets: dict[Part, nn.Parameter] = {}
         self.lock = threading.RLock()
         self._parameters = parameters
         self._rank = rank
-        self.index = index
+        self.index = -1
         self._reads = reads
+        self._waits = waits
         # By the number of a parameter.
         self._parts_of: dict[int, list[tuple[Part, nn.Parameter]]] = {}
         # The begins and ends of the parts of a parameter that a rank owns.
@@ -64,13 +70,15 @@ class OwnedRows:
         # The rows before each of these changes, which other ranks may still read.
         self._before: dict[tuple[int, int], list[Piece]] = {}
 
-    def assign(self, parts: list[Part], values: Mapping[Key, torch.Tensor]) -> None:
+    def assign(self, index: int, parts: list[Part], values: Mapping[Key, torch.Tensor]) -> None:
         """Own these parts. Not collective.
 
         Args:
+            index: of the model, the same on every rank.
             parts: of all parameters, by all ranks.
             values: this rank's rows of the sharded parameters.
         """
+        self.index = index
         self._sharded = frozenset(number for number, _, _ in values)
         for part in parts:
             spans = self._spans_of.setdefault(part.parameter, {})
@@ -180,10 +188,11 @@ class OwnedRows:
             wanted = MODEL, self.index, number, *self.version(number)
             pieces = self._pieces(number)
             put_rows(pieces, values)
-        for owner, spans in self.spans_by_rank(number):
-            arriving = [(begin, end, values[begin:end]) for begin, end in spans]
-            self._reads.read_rows(owner, *wanted, into=arriving)
-            pieces += arriving
+        with self._waits("the owners' rows"):
+            for owner, spans in self.spans_by_rank(number):
+                arriving = [(begin, end, values[begin:end]) for begin, end in spans]
+                self._reads.read_rows(owner, *wanted, into=arriving)
+                pieces += arriving
         in_order(pieces, self._parameters[number])
 
     @torch.no_grad()

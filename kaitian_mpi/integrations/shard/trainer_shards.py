@@ -50,6 +50,7 @@ class TrainerShards:
         self.placement = Placement(world, settings.shards_parameters, self._read_first)
         self.state_dicts = EarlyStateDicts()
         self._waits = waits
+        self._has_models = False
         self._models = weakref.WeakKeyDictionary[DistributedDataParallel, OwnedModel]()
         # Not by equality, which is elementwise for tensors.
         self._of_parameters: Any = WeakIdKeyDictionary()
@@ -99,15 +100,11 @@ class TrainerShards:
             model.wrap_again(ddp)
             self._models[ddp] = model
             return
-        index = len(self._served[MODEL])
-        model = OwnedModel(
-            ddp, self.world, index, self.reads, self._waits, self._calls, self._backward_done
+        self._has_models = True
+        self._models[ddp] = model = OwnedModel(
+            ddp, self.world, self.reads, self._waits, self._calls, self._backward_done
         )
-        self._models[ddp] = model
-        self._served[MODEL].append(model.rows)
-        weakref.finalize(model, self._deleted.append, (MODEL, index)).atexit = False
-        for parameter in model.parameters:
-            self._of_parameters[parameter] = weakref.ref(model)
+        self._note_parameters(model)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take note of an optimizer that the script has created."""
@@ -195,8 +192,17 @@ class TrainerShards:
         finally:
             owned.leave(optimizer)
 
+    def _note_parameters(self, model: OwnedModel) -> None:
+        """Take note of the parameters that a model without owners has now."""
+        for parameter in model.parameters:
+            self._of_parameters.pop(parameter, None)
+        model.follow_module()
+        for parameter in model.parameters:
+            self._of_parameters[parameter] = weakref.ref(model)
+
     def _assign(self, model: OwnedModel) -> None:
         """Choose the owners of a model, by the ranks' memory. Collective."""
+        self._note_parameters(model)
         optimizers = [
             optimizer
             for ref in self._created
@@ -209,14 +215,18 @@ class TrainerShards:
         with unlimited():  # until the rows that others own are freed
             owners = find_owners(self.settings, world, model.module, optimizers)
             with self.placement.releasing(model.module) as give_rows:
-                model.assign(owners, optimizers, world.device, give_rows, self.state_dicts)
+                # Numbered here, as one rank alone may copy a model in its DDP.
+                index = len(self._served[MODEL])
+                model.assign(index, owners, optimizers, world.device, give_rows, self.state_dicts)
+        self._served[MODEL].append(model.rows)
+        weakref.finalize(model, self._deleted.append, (MODEL, index)).atexit = False
         print_rank_0(world, owners.text)
         for optimizer in optimizers:
             self.own(optimizer)
 
     def _check_used(self) -> None:
         """Say at the script's end if there was nothing to shard."""
-        if not self._served[MODEL] and self.settings.layout == "shard":
+        if not self._has_models and self.settings.layout == "shard":
             print_rank_0(
                 self.world,
                 "--layout shard: nothing was sharded, as the script has put no model in "
