@@ -1068,6 +1068,20 @@ def copied_by_one_rank(model, module, data):
     return [*other.parameters(), *averaged.module.parameters()]
 
 
+def averaged_in_a_hook(model, module, data):
+    """In a hook of the optimizer after its step."""
+    optimizer = adamw(module.parameters())
+    averages = [p.detach().clone() for p in module.parameters()]
+
+    def average(*_):
+        torch._foreach_lerp_(averages, [p.detach() for p in module.parameters()], 0.5)
+
+    optimizer.register_step_post_hook(average)
+    for step in range(3):
+        step_once(model, optimizer, *data(step))
+    return averages
+
+
 def changed_after_wrapping(model, module, data):
     """Ties a layer, removes a parameter and prunes: the parameters get other numbers."""
     optimizer = adamw(module.parameters())
@@ -1127,6 +1141,7 @@ FOUND = {
         changed_after_its_gather,
         *(state_reset, copy_of_an_optimizer, state_dict_of_an_earlier_step, kept_data),
         *(state_dict_beside_parameters, copied_by_one_rank, changed_after_wrapping),
+        averaged_in_a_hook,
         *(thrown_away_under_no_sync, unfrozen_before_clearing),
     )
 }

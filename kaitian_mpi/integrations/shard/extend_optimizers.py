@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer
 from kaitian_mpi.integrations.shard.replaced import replace_all
@@ -21,23 +18,22 @@ from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 def extend_optimizers(shards: TrainerShards) -> Callable[[], None]:
     """Extend torch's optimizers; return what restores them."""
     stock_state: Any = Optimizer.state_dict
+    stock_end: Any = Optimizer._optimizer_step_code
     restore_methods = replace_all(
         [
             (Optimizer, "__init__", _create(Optimizer.__init__, shards)),
             (Optimizer, "state_dict", _state_dict(stock_state, shards)),
             (Optimizer, "load_state_dict", _load_state_dict(Optimizer.load_state_dict, shards)),
             (Optimizer, "__getstate__", _getstate(Optimizer.__getstate__, stock_state, shards)),
+            # Called before all hooks after a step, in which a script may average weights.
+            (Optimizer, "_optimizer_step_code", _after_step(stock_end, shards)),
         ]
     )
-    hooks = [
-        register_optimizer_step_pre_hook(_before_step(shards)),
-        register_optimizer_step_post_hook(_after_step(shards)),
-    ]
+    hook = register_optimizer_step_pre_hook(_before_step(shards))
 
     def restore() -> None:
         restore_methods()
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
 
     return restore
 
@@ -104,8 +100,10 @@ def _before_step(shards: TrainerShards) -> Any:
     return enter
 
 
-def _after_step(shards: TrainerShards) -> Any:
-    def end(optimizer: Optimizer, *_: Any) -> None:
+def _after_step(stock: Any, shards: TrainerShards) -> Any:
+    @functools.wraps(stock)
+    def end(optimizer: Optimizer) -> None:
+        stock(optimizer)
         owned = shards.optimizer_of(optimizer)
         if owned is not None and owned.is_inside:
             owned.end_step(optimizer)
