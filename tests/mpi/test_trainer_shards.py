@@ -1082,6 +1082,16 @@ def averaged_in_a_hook(model, module, data):
     return averages
 
 
+def kept_groups(model, module, data):
+    """As an optimizer that shares another one's groups, or a schedule by hand."""
+    optimizer = adamw(module.parameters())
+    groups = optimizer.param_groups
+    for step in range(3):
+        groups[0]["lr"] = 0.01 / (step + 1)
+        step_once(model, optimizer, *data(step))
+    return [p.detach().clone() for p in groups[0]["params"]]
+
+
 def changed_after_wrapping(model, module, data):
     """Ties a layer, removes a parameter and prunes: the parameters get other numbers."""
     optimizer = adamw(module.parameters())
@@ -1141,7 +1151,7 @@ FOUND = {
         changed_after_its_gather,
         *(state_reset, copy_of_an_optimizer, state_dict_of_an_earlier_step, kept_data),
         *(state_dict_beside_parameters, copied_by_one_rank, changed_after_wrapping),
-        averaged_in_a_hook,
+        *(averaged_in_a_hook, kept_groups),
         *(thrown_away_under_no_sync, unfrozen_before_clearing),
     )
 }

@@ -285,6 +285,7 @@ class OwnedOptimizer:
             groups = optimizer.param_groups
             numbered = number_groups(groups, [group["params"] for group in groups])
             _load_state_dict(optimizer, {"state": state, "param_groups": numbered})
+            optimizer.param_groups = groups  # not copies, as the script may have kept them
             self.steps += 1
         finally:
             self.leave(optimizer)
