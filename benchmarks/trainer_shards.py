@@ -2,7 +2,8 @@
 
     mpirun -np 2 --map-by core --bind-to core python benchmarks/trainer_shards.py [speed] [save]
     mpirun -np 2 --map-by core --bind-to core python benchmarks/trainer_shards.py adaptive
-    mpirun -np 2 python benchmarks/trainer_shards.py memory
+    mpirun -np 2 python benchmarks/trainer_shards.py memory --file /tmp/saved.pt
+    mpirun -np 2 python benchmarks/trainer_shards.py resume --file /tmp/saved.pt
 
 Prints, with shares 3:1 of a GPT's gradients and optimizer state:
 
@@ -16,9 +17,10 @@ Prints, with shares 3:1 of a GPT's gradients and optimizer state:
     adaptive the step of `kaitian-run --adaptive --layout shard` / that of `--adaptive` alone, where
              rank 1 is three times slower and the ranks own equal shares
     memory   each rank's peak of memory beyond that before, with sharded parameters and a model
-             that begins on meta on all ranks but 0: at the start, in steps, while rank 0 saves, and
-             at a resume; and what is planned without activations: the rank's share, and four of
-             the largest parameters or buckets
+             that begins on meta on all ranks but 0: at the start, in steps, and while rank 0 saves
+             to the file; and what is planned without activations: the rank's share, and four of
+             the largest parameters or buckets. As where memory is short, freed memory is returned
+    resume   the same when that file is loaded, and in the steps after it
 
 World rank 0 prints.
 """
@@ -26,7 +28,6 @@ World rank 0 prints.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import statistics
 import tempfile
@@ -46,7 +47,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from kaitian_mpi import init
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, without_mirrors
-from kaitian_mpi.devices.cpu import M_MMAP_THRESHOLD
+from kaitian_mpi.devices.cpu import CpuDevice
 from kaitian_mpi.integrations.adaptive import install
 from kaitian_mpi.integrations.shard import trainer_shards
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
@@ -58,7 +59,6 @@ from kaitian_mpi.train.layouts.shard.memory_budget import USUAL_STATES, is_worth
 
 VOCABULARY, LENGTH = 256, 32
 _EVERY_SEC = 2e-3
-_LARGE_BYTES = 1 << 16
 _STEPS_PER_EPOCH = 50
 _STEPS_TO_FOLLOW = 30
 _SLOWDOWN = 3
@@ -155,15 +155,17 @@ def let_own(are_sharded: bool, shares: Sequence[float]) -> None:
     trainer_shards.find_owners = find_owners
 
 
-def measure_memory(world: World, options: argparse.Namespace) -> None:
-    """Print each rank's peaks, in MB."""
+def measure_memory(world: World, options: argparse.Namespace, *, resumes: bool) -> None:
+    """Print each rank's peaks, in MB: of a start and a save, or of a resume from what was saved."""
     Installed(world, LayoutSettings())
     let_own(True, options.shares)
     small = argparse.Namespace(**{**vars(options), "width": 64, "layers": 1})
     for _ in range(3):
         Trainer(small).step()  # for what the first ones import, and allocate permanently
+    CpuDevice().return_large_blocks()
+    CpuDevice().return_freed_memory()
     peaks: dict[str, float] = {}
-    present = 0.0
+    present = own_memory_mb()
 
     def phase(name: str, work: Callable[[], object]) -> None:
         dist.barrier()
@@ -173,32 +175,36 @@ def measure_memory(world: World, options: argparse.Namespace) -> None:
         peaks[name] = peak.mb - present
         dist.barrier()
 
-    present = own_memory_mb()
-    trainers: list[Trainer] = []
+    with torch.device("cpu" if world.rank == 0 else "meta"):
+        trainer = Trainer(options)
 
-    def start() -> None:
-        with torch.device("cpu" if world.rank == 0 else "meta"):
-            trainers.append(Trainer(options))
-        loss_of(trainers[0].model, trainers[0].batch)
+    def forward() -> None:
+        loss_of(trainer.model, trainer.batch)
+
+    def steps() -> None:
+        for _ in range(3):
+            trainer.step()
 
     def save() -> None:
         if world.rank == 0:
-            content = trainers[0].model.module.state_dict(), trainers[0].optimizer.state_dict()
-            torch.save(content, Path(folder, "saved.pt"))
+            content = trainer.model.module.state_dict(), trainer.optimizer.state_dict()
+            torch.save(content, options.file)
 
     def resume() -> None:
-        model, optimizer = torch.load(Path(folder, "saved.pt"), mmap=True, weights_only=True)
-        trainers[0].model.module.load_state_dict(model)
-        trainers[0].optimizer.load_state_dict(optimizer)
+        model, optimizer = torch.load(options.file, mmap=True, weights_only=True)
+        if world.rank == 0:
+            trainer.model.module.load_state_dict(model)
+        trainer.optimizer.load_state_dict(optimizer)
+        forward()
 
-    with tempfile.TemporaryDirectory() as own_folder:
-        folder = gather_values(world.comm, own_folder)[0]
-        phase("start", start)
-        phase("steps", lambda: [trainers[0].step() for _ in range(3)])
-        phase("save", save)
+    if resumes:
         phase("resume", resume)
-        phase("steps again", lambda: [trainers[0].step() for _ in range(3)])
-    sizes = [parameter.nbytes / 1e6 for parameter in trainers[0].model.module.parameters()]
+        phase("steps after it", steps)
+    else:
+        phase("start", forward)
+        phase("steps", steps)
+        phase("save", save)
+    sizes = [parameter.nbytes / 1e6 for parameter in trainer.model.module.parameters()]
     share = options.shares[world.rank] / sum(options.shares[: world.size])
     text = ", ".join(f"{name} {peak:.0f}" for name, peak in peaks.items())
     planned = (USUAL_STATES + 2) * share * sum(sizes) + 4 * max(*sizes, BUCKET_CAPS[1] / 1e6)
@@ -271,7 +277,7 @@ def make_trainers(world: World, options: argparse.Namespace) -> dict[str, Traine
 
 def compare_peaks(trainers: dict[str, Trainer]) -> None:
     """Print rank 0's peaks of memory in saves beyond stock DDP's, by the largest parameter."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, _LARGE_BYTES)  # freed memory is returned
+    CpuDevice().return_large_blocks()
     largest_mb = max(p.nbytes for p in trainers["stock"].model.module.parameters()) / 1e6
     peaks = in_turns({name: trainer.save_peak_mb for name, trainer in trainers.items()}, 5)
     for name in ("whole", "sharded") if dist.get_rank() == 0 else ():
@@ -283,12 +289,16 @@ def main() -> None:
     """Run the comparisons; world rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "sections", nargs="*", default=["speed", "save"], help="speed, save; or adaptive; or memory"
+        "sections",
+        nargs="*",
+        default=["speed", "save"],
+        help="speed, save; or adaptive; or memory; or resume",
     )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=12, help="12 of width 256: 10 M parameters")
     parser.add_argument("--batch", type=int, default=16, help="samples per rank")
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--file", type=Path, help="that memory saves, and resume loads")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the ranks")
     options = parser.parse_args()
 
@@ -297,8 +307,10 @@ def main() -> None:
         dist.destroy_process_group()
         return
     world = init()
-    if "memory" in options.sections:
-        measure_memory(world, options)
+    if {"memory", "resume"} & {*options.sections}:
+        if options.file is None:
+            parser.error("give --file")
+        measure_memory(world, options, resumes="resume" in options.sections)
         dist.destroy_process_group()
         return
     trainers = make_trainers(world, options)

@@ -18,6 +18,7 @@ from kaitian_mpi.runtime.system import usable_cores
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 _NEVER = 1 << 30
+_LARGE_BYTES = 1 << 16
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -62,6 +63,11 @@ class CpuDevice(Device):
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # glibc
             libc.malloc_trim(0)
+
+    def return_large_blocks(self) -> None:
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):  # glibc
+            libc.mallopt(M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def available_bytes(root: Path = CGROUP, process_cgroup: Path = Path("/proc/self/cgroup")) -> int:

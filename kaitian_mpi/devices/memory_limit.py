@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import resource
 import threading
@@ -11,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kaitian_mpi.devices.cpu import M_MMAP_THRESHOLD
 from kaitian_mpi.devices.emulation import MEMORY_FLAG
 from kaitian_mpi.devices.plugin import import_for_optimizers
 from kaitian_mpi.errors import UserError
@@ -22,7 +20,6 @@ _LINES = re.MULTILINE | re.DOTALL
 _UNITS = {"MB": 10**6, "GB": 10**9}
 _STATUS, _MAPS = Path("/proc/self/status"), Path("/proc/self/maps")
 _CLEAR = Path("/proc/self/clear_refs")
-_LARGE_BYTES = 1 << 16
 _STACK_BYTES = 1 << 20
 
 
@@ -52,9 +49,7 @@ class LimitedDevice:
             LimitedDevice._at_start = _allocated() - present
             LimitedDevice._resident_at_start = _resident()
             threading.stack_size(_STACK_BYTES)  # otherwise each new thread would count 8 MB
-            libc = ctypes.CDLL(None)
-            if hasattr(libc, "mallopt"):  # glibc
-                libc.mallopt(M_MMAP_THRESHOLD, _LARGE_BYTES)
+            device.return_large_blocks()
         LimitedDevice._limit = LimitedDevice._at_start + limit
         if not present:
             _set_limit()

@@ -181,6 +181,13 @@ class Device:
     def return_freed_memory(self) -> None:
         """Return freed memory to the operating system once; the next allocations are slower."""
 
+    def return_large_blocks(self) -> None:
+        """Return large blocks to the operating system when they are freed, from now on.
+
+        So there are no gaps between those in use: the process has what its tensors take. Each
+        allocation of a large block is slower.
+        """
+
     def grow_segments(self) -> None:
         """Let the segments of torch's allocator grow in place, so that no gaps remain.
 

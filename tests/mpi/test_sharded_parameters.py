@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi.balance import ownership
 from kaitian_mpi.balance.ownership import cut_into_runs
+from kaitian_mpi.devices.cpu import CpuDevice
 from kaitian_mpi.distributed.gathering import Gathering, ParameterGathers
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import gather_values
@@ -141,6 +142,15 @@ def test_parameters_must_be_used_in_the_same_order(world, make_run):
             with pytest.raises(error, match="used in the same order"):
                 train(world, run, 1, [])
         run.close()
+
+
+@pytest.mark.parametrize("can_overlap", [True, False])
+def test_freed_memory_is_returned_if_there_is_none_to_spare(make_run, monkeypatch, can_overlap):
+    calls = []
+    monkeypatch.setattr(CpuDevice, "return_large_blocks", lambda _: calls.append("return"))
+    _, run = make_run(can_overlap=can_overlap, evaluates=False)
+    run.close()
+    assert len(calls) == (not can_overlap)
 
 
 @pytest.mark.parametrize("can_overlap", [True, pytest.param(False, marks=pytest.mark.thorough)])

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kaitian_mpi.balance import ownership
 from kaitian_mpi.balance.ownership import without_mirrors
+from kaitian_mpi.devices.cpu import CpuDevice
 from kaitian_mpi.distributed.sharded_model import can_be_sharded
 from kaitian_mpi.errors import AgreedError, UnsupportedError, UserError
 from kaitian_mpi.integrations.shard import extend_ddp, host_parameters, trainer_shards
@@ -64,12 +65,13 @@ def installed(world):
     extensions.close()
 
 
-def give(monkeypatch, world, shares, is_sharded):
+def give(monkeypatch, world, shares, is_sharded, prefetches=True):
     """Let ranks own these shares, of all parameters' values as well if these are sharded."""
 
     def find_owners(settings, world, model, optimizers):
         numbers = range(len([*model.parameters()])) if is_sharded else ()
-        return Owners(without_mirrors(shares[: world.size]), frozenset(numbers), True, "")
+        pairs = without_mirrors(shares[: world.size])
+        return Owners(pairs, frozenset(numbers), prefetches, "")
 
     monkeypatch.setattr(trainer_shards, "find_owners", find_owners)
     monkeypatch.setattr(ownership, "BUCKET_CAPS", (256, 2048))  # of what is gathered together
@@ -586,6 +588,18 @@ TELLING_LOOPS = {
 @pytest.mark.parametrize("name", by_default(LOOPS, TELLING_LOOPS))
 def test_a_loop(world, owners, name):
     compare(world, LOOPS[name])
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_freed_memory_is_returned_if_there_is_none_to_spare(
+    world, installed, monkeypatch, has_room
+):
+    calls = []
+    monkeypatch.setattr(CpuDevice, "return_large_blocks", lambda _: calls.append("return"))
+    give(monkeypatch, world, SHARES, True, prefetches=has_room)
+    model = DistributedDataParallel(Net())
+    loss_of(model(torch.ones(2, 13).double()), torch.tensor([0, 1])).backward()
+    assert len(calls) == (not has_room)
 
 
 def test_replaced_data_is_followed_or_refused(world, owners):

@@ -214,6 +214,8 @@ class TrainerShards:
         world = emulated(self.settings, self.world, model.module)
         with unlimited():  # until the rows that others own are freed
             owners = find_owners(self.settings, world, model.module, optimizers)
+            if not owners.prefetches:  # memory is short
+                world.device_kind.return_large_blocks()
             with self.placement.releasing(model.module) as give_rows:
                 # Numbered here, as one rank alone may copy a model in its DDP.
                 index = len(self._served[MODEL])

@@ -95,7 +95,10 @@ class ShardLayout(Layout):
         shards = state.partition
         assert isinstance(shards, Shards)
         pairs, why = budget.owners(config, world)
-        shards.assign(world, pairs, overlaps=budget.can_overlap(pairs, world))
+        overlaps = budget.can_overlap(pairs, world)
+        if not overlaps:  # memory is short
+            world.device_kind.return_large_blocks()
+        shards.assign(world, pairs, overlaps=overlaps)
         self._values = {}
         print_rank_0(world, budget.describe(*shards.held(world.size), why))
 
