@@ -68,7 +68,7 @@ class ExitSave:
         step = state.progress.step
         writer = self._writer
         if not state.partition.is_whole:  # no rank has all of it, and the others cannot be asked
-            return self._not_saved("the ranks have it in parts (--layout)")
+            return self._not_saved("each rank has only a part of it (--layout)")
         if step == 0:
             return "no step has completed yet; nothing was saved"
         content = self._copy
