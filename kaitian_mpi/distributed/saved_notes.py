@@ -105,11 +105,15 @@ class SavedNotes:
         self._addresses[number] = address
         self._number_at[address] = number
 
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of the parameter in whose memory a tensor is; None if in none's."""
+        return self._number_at.get(tensor.untyped_storage().data_ptr())
+
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd saves for backward: a note if the tensor is a parameter's values."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # it has no memory of its own
             return tensor
-        number = self._number_at.get(tensor.untyped_storage().data_ptr())
+        number = self.number_of(tensor)
         if number is not None and tensor.dtype != self._parameters[number].dtype:
             return tensor
         strides = tensor.stride()

@@ -6,8 +6,10 @@ import copy
 import dataclasses
 import gc
 import itertools
+import re
 import time
 from collections import UserDict
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -448,6 +450,65 @@ def change_data(model, module, data):
             parameter.data.mul_(0.9)
 
 
+def change_by_numpy(model, module, data):
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+        for parameter in module.parameters():
+            parameter.detach().numpy()[:2] *= 0.5
+        with torch.no_grad():
+            module.last.weight.view(-1).numpy()[1:] *= 0.5
+            module.middle.weight[0].mul_(0.5)
+            module.middle.weight.add_(0.01)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another one, whose groups it shares."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.param_groups = optimizer.param_groups
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            slow = self.state[parameter].setdefault("slow", parameter.detach() * 0.9)
+            slow.lerp_(parameter.detach(), 0.5)
+            parameter.detach().copy_(slow)
+
+
+def compute_again(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss = loss_of(model(x), y)
+    loss.backward()
+    return loss
+
+
+def a_step_inside_a_step(model, module, data):
+    inner = adamw(model.parameters())
+    optimizer = Lookahead(inner)
+    for step in range(STEPS):
+        step_once(model, optimizer, *data(step))
+        optimizer.step(lambda: compute_again(model, optimizer, *data(50)))
+    return [*state_of(inner), *state_of(optimizer)]
+
+
+def evaluated_by_threads(model, module, data):
+    optimizer = adamw(model.parameters())
+    x = torch.linspace(-1, 1, 13, dtype=torch.float64)
+
+    @torch.no_grad()
+    def evaluate(factor):
+        return module(factor * x)
+
+    for step in range(2):
+        step_once(model, optimizer, *data(step))
+        with ThreadPoolExecutor(3) as threads:
+            outputs = list(threads.map(evaluate, range(60)))
+    return outputs
+
+
 def new_group(model, module, data):
     optimizer = adamw(module.last.parameters())
     for step in range(STEPS):
@@ -567,7 +628,8 @@ LOOPS = {
         *(two_forwards, two_forwards_and_a_backward, used_by_one_rank, two_optimizers),
         *(created_late, average, average_by_hand, clamp, change_data, new_group, load_midway),
         *(load_before_the_first_forward, first_saves_alone, first_evaluates_alone, adversaries),
-        *(copies, in_eval_mode, frozen_and_unfrozen),
+        *(copies, in_eval_mode, frozen_and_unfrozen, change_by_numpy, a_step_inside_a_step),
+        evaluated_by_threads,
     )
     if (name := loop.__name__)
 } | {
@@ -579,7 +641,8 @@ LOOPS = {
 
 TELLING_LOOPS = {
     *("two_forwards", "frozen_and_unfrozen", "load_midway"),
-    *("adversaries", "average", "used_by_one_rank"),
+    *("adversaries", "average", "used_by_one_rank", "change_by_numpy", "a_step_inside_a_step"),
+    "evaluated_by_threads",
 }
 
 
@@ -600,6 +663,26 @@ def test_freed_memory_is_returned_if_there_is_none_to_spare(
     model = DistributedDataParallel(Net())
     loss_of(model(torch.ones(2, 13).double()), torch.tensor([0, 1])).backward()
     assert len(calls) == (not has_room)
+
+
+def test_a_thread_beside_a_forward_is_refused(world, installed, monkeypatch):
+    give(monkeypatch, world, SHARES, True)
+    model = Net()
+    ddp = DistributedDataParallel(model)
+    errors = []
+
+    def use(*_):
+        with ThreadPoolExecutor(1) as threads:
+            errors.append(threads.submit(lambda: model.last.weight * 1).exception())
+
+    for _ in range(2):
+        hook = model.middle.register_forward_hook(use)
+        loss = loss_of(ddp(torch.ones(2, 13).double()), torch.tensor([0, 1]))
+        hook.remove()
+        assert re.search("last.weight is used by a thread while another", str(errors[-1]))
+        loss.backward()
+        use()
+        assert errors[-1] is None
 
 
 def test_replaced_data_is_followed_or_refused(world, owners):

@@ -91,7 +91,7 @@ def test_groups_may_be_destroyed_in_any_order_without_waiting_for_other_ranks(wo
     assert add() == world.size
     own = {id(group.comms) for group in groups}
     deadline = time.monotonic() + SOON_SEC
-    while own & {id(comms) for _, comms in topology._waiting}:  # not yet freed
+    while own & {id(comms) for _, comms in topology._to_free}:  # not yet freed
         topology.free_unused_comms()
         assert time.monotonic() < deadline
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer
+from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer, Step
 from kaitian_mpi.integrations.shard.replaced import replace_all
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 
@@ -86,14 +86,17 @@ def _getstate(stock: Any, stock_state: Any, shards: TrainerShards) -> Any:
 
 def _before_step(shards: TrainerShards) -> Any:
     def enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        in_steps = shards.in_steps()
+        for other, owned_by_other in in_steps:
+            owned_by_other.leave(other)
+        around = [step for step in in_steps if step[0] is not optimizer]
         owned = shards.own(optimizer)
         if owned is None:
+            _go_on(around)
             return None
-        if owned.is_inside:  # an earlier step has failed
-            owned.leave(optimizer)
         for model in owned.models:
             model.before_step()
-        owned.enter(optimizer)
+        owned.enter(optimizer, around)
         args = tuple(_outside(owned, optimizer, argument) for argument in args)
         return args, {name: _outside(owned, optimizer, value) for name, value in kwargs.items()}
 
@@ -106,11 +109,18 @@ def _after_step(stock: Any, shards: TrainerShards) -> Any:
         stock(optimizer)
         owned = shards.optimizer_of(optimizer)
         if owned is not None and owned.is_inside:
-            owned.end_step(optimizer)
+            around = owned.end_step(optimizer)
             for model in owned.models:
                 model.after_step()
+            _go_on(around)
 
     return end
+
+
+def _go_on(steps: Sequence[Step]) -> None:
+    """Let optimizers have this rank's rows again, whose steps were left."""
+    for optimizer, owned in steps:
+        owned.enter(optimizer)
 
 
 def _outside(owned: OwnedOptimizer, optimizer: Optimizer, argument: Any) -> Any:
@@ -120,6 +130,8 @@ def _outside(owned: OwnedOptimizer, optimizer: Optimizer, argument: Any) -> Any:
 
     @functools.wraps(argument)
     def call() -> Any:
+        if not owned.is_inside:  # the step of another one has been called, which calls this
+            return argument()
         owned.leave(optimizer)
         try:
             with torch.enable_grad():

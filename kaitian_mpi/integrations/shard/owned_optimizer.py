@@ -36,6 +36,8 @@ _REFUSED = (
 _load_state_dict = Optimizer.load_state_dict  # before it is extended
 
 FindModel = Callable[[torch.Tensor], "OwnedModel | None"]
+Step = tuple[Optimizer, "OwnedOptimizer"]
+"""An optimizer that is in a step, and what this rank has of it."""
 
 
 class OwnedOptimizer:
@@ -60,6 +62,7 @@ class OwnedOptimizer:
         """
         self.index = index
         self.models: Sequence[OwnedModel] = ()
+        self._around: Sequence[Step] = ()
         self.steps = 0
         self._find_model = find_model
         self._state: defaultdict[Any, Any] = defaultdict(dict)
@@ -98,11 +101,17 @@ class OwnedOptimizer:
         """Whether the optimizer has this rank's rows now."""
         return self._depth > 0
 
-    def enter(self, optimizer: Optimizer) -> None:
-        """Give the optimizer this rank's rows and their state, if there are owners yet."""
+    def enter(self, optimizer: Optimizer, around: Sequence[Step] | None = None) -> None:
+        """Give the optimizer this rank's rows and their state, if there are owners yet.
+
+        Args:
+            optimizer: the optimizer.
+            around: those whose steps call this one's, and were left for it, if a step begins.
+        """
         self._depth += 1
         if self._depth > 1:
             return
+        self._around = self._around if around is None else around
         for lock in self._locks():
             lock.acquire()
         if not self.has_begun:  # a closure may compute the first forward
@@ -126,12 +135,15 @@ class OwnedOptimizer:
         for lock in self._locks():
             lock.release()
 
-    def end_step(self, optimizer: Optimizer) -> None:
-        """Take back this rank's rows, whose state has changed."""
+    def end_step(self, optimizer: Optimizer) -> Sequence[Step]:
+        """Take back this rank's rows, whose state has changed; return those around this step."""
         self.steps += 1
         for model in self.models:
             model.rows.end_step()
+        around = self._around
+        self._around = ()  # they may refer to this optimizer
         self.leave(optimizer)
+        return around
 
     def begin(self, optimizer: Optimizer) -> None:
         """Keep this rank's rows of what was loaded, or made, before there were owners.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -16,23 +16,20 @@ from kaitian_mpi.distributed.pending_parameter import (
     EXPOSES_MEMORY,
     SETS_DATA,
     PendingParameter,
-    memory_users,
     needs_no_values,
     pending_in,
 )
 from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.shard.early_state_dicts import NO_LONGER_SHARED
 from kaitian_mpi.integrations.shard.host_memory import HostMemory
 from kaitian_mpi.integrations.shard.owners_value import OwnersValue, ValueSource
-
-_CHANGED_LATE = (
-    "--layout shard: {} was changed through a tensor that the script has kept, after the values "
-    "that it shows were freed or stepped; change sharded parameters themselves, as by mul_() with "
-    "torch.no_grad()"
-)
+from kaitian_mpi.integrations.shard.unseen_changes import CHANGED_LATE, UnseenChanges
 
 _MAY_CHANGE_UNSEEN = -1  # in place of a version, in ShardedModel
+
+# Held by a call that uses sharded parameters' values, which another thread's call would free. The
+# thread that answers other ranks never uses them.
+_one_thread = threading.RLock()
 
 ReadInto = Callable[[int, torch.Tensor], None]
 """Reads a parameter's values from its owners into a tensor for them, on any device."""
@@ -54,13 +51,16 @@ class ScriptParameter(PendingParameter):
                 value = holder.value_for_state_dict(args[0])
                 if value is not None:
                     return value
+        if needs_no_values(func):
+            return super().__torch_function__(func, types, args, kwargs)
         with ExitStack() as stack:
+            stack.enter_context(_one_thread)
             for holder in used:
                 stack.enter_context(holder.around_call())
             result = super().__torch_function__(func, types, args, kwargs)
-        if not needs_no_values(func):
             for holder in used:
                 holder.write_changes()
+                holder.note_alias(result)
         return result
 
 
@@ -100,12 +100,9 @@ class ScriptParameters(ShardedModel):
         self._read_version = read_version
         self._source = self.read
         self._write_back = write
-        self._exposed: dict[int, torch.Tensor] = {}  # copies of values that may change unseen
-        # Values that are freed here, but not by the script, which may still change them, with a
-        # copy of each and the version that they are of.
-        self._aliased: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
+        self._unseen = UnseenChanges(self.name, read_version, write)
         self._versions_freed: dict[int, int] = {}
-        self._has_warned = False  # of a kept tensor that does not follow
+        self._step_thread: int | None = None  # from a forward's begin to its backward's end
         self._lazy: dict[int, OwnersValue] | None = None  # while a state_dict is made
         self._sources: dict[int, ValueSource] = {}
 
@@ -122,7 +119,10 @@ class ScriptParameters(ShardedModel):
         if is_first:
             self.free()
         self._source = gathering.unshard
-        self._enter_hooks()
+        self._step_thread = threading.get_ident()
+        if self._hooks is None:
+            self._hooks = self._notes.hooks()
+            self._hooks.__enter__()
 
     def end_forward(self) -> None:
         """Leave what comes between a forward and its backward to `around_call`."""
@@ -135,6 +135,7 @@ class ScriptParameters(ShardedModel):
         """Free all values, and read them from their owners from now on."""
         self.end_forward()
         self._source = self.read
+        self._step_thread = None
         self.free()
 
     def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -165,8 +166,20 @@ class ScriptParameters(ShardedModel):
             version = _version_of(self._parameters[number])
             if self._versions[number] not in (version, _MAY_CHANGE_UNSEEN):
                 assert self._write_back is not None
-                self._write_back(number, self._unsharded[number].after_all_streams())
+                values = self._unsharded[number].after_all_streams()
+                self._write_back(number, values)
                 self._versions[number] = version
+                self._unseen.note_written(number, values)
+
+    def note_alias(self, result: Any) -> None:
+        """Take note that a script has a tensor in a parameter's memory that NumPy could change."""
+        if type(result) is not torch.Tensor or (result.requires_grad and torch.is_grad_enabled()):
+            return  # torch does not let NumPy have it
+        has_memory = not torch._C._functorch.is_functorch_wrapped_tensor(result)
+        if has_memory and result.layout is torch.strided:
+            number = self._notes.number_of(result)
+            if number in self._unsharded:
+                self._unseen.expect(number, self._unsharded[number].values)
 
     def free(self) -> None:
         """Free the values that this rank has beside its rows. Not collective."""
@@ -175,12 +188,12 @@ class ScriptParameters(ShardedModel):
             if changed is not None:
                 assert self._write_back is not None
                 self._write_back(number, changed)
-        self._follow_aliases()
+        self._unseen.take_back()
 
     @contextmanager
     def making_state_dict(self) -> Iterator[None]:
         """Let a `state_dict` have values that are read when it is written."""
-        self.free()
+        self._take_changes()
         outer = self._lazy
         self._lazy = {} if outer is None else outer
         try:
@@ -218,8 +231,22 @@ class ScriptParameters(ShardedModel):
 
     def _rows_version(self, number: int) -> Any:
         """Return the version of a parameter's values, which the script may just have changed."""
-        self.free()
+        self._take_changes()
         return self._read_version(number)
+
+    def _take_changes(self) -> None:
+        """Take what the script has changed, unless another thread computes with the values."""
+        with _one_thread:
+            if not self._is_used_elsewhere():
+                self.free()
+
+    def _is_used_elsewhere(self) -> bool:
+        """Return whether another thread is between the begin of a forward and its backward's end.
+
+        On an accelerator, backward uses parameters in threads of its own.
+        """
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        return not is_in_backward and self._step_thread not in (None, threading.get_ident())
 
     def _make_parameter_class(self) -> type[PendingParameter]:
         methods = {"materialize": self._unshard_used, "holder": self}
@@ -232,73 +259,38 @@ class ScriptParameters(ShardedModel):
             return nullcontext()
         return self._notes.hooks()
 
-    def _enter_hooks(self) -> None:
-        if self._hooks is None:
-            self._hooks = self._notes.hooks()
-            self._hooks.__enter__()
-
-    def _follow_aliases(self) -> None:
-        """Take what the script has changed through `data` that it has kept.
-
-        Raises:
-            UserError: the parameter has other values by now.
-        """
-        for number, (values, before, version) in [*self._aliased.items()]:
-            if not _are_same(values, before):
-                if self._read_version(number) != version or self._write_back is None:
-                    raise UserError(_CHANGED_LATE.format(self.name(number)))
-                self._write_back(number, values)
-                version = self._read_version(number)
-                before.copy_(values)
-            if memory_users(values) > 1:
-                if version != self._read_version(number) and not self._has_warned:
-                    self._has_warned = True
-                    warnings.warn(NO_LONGER_SHARED.format(self.name(number)), stacklevel=2)
-                self._aliased[number] = values, before, version
-            else:
-                del self._aliased[number]
-
     def _unshard_used(self, parameters: Sequence[PendingParameter], function: Any) -> None:
         if function == SETS_DATA:
             raise UserError(
                 f"--layout shard: {self.name(self._number_of[parameters[0]])}.data was set, but "
                 "the parameter is sharded; change it in place, as by copy_() with torch.no_grad()"
             )
-        if self._aliased:
-            self._follow_aliases()
+        if self._is_used_elsewhere():
+            raise UserError(
+                f"--layout shard: {self.name(self._number_of[parameters[0]])} is used by a thread "
+                "while another one computes a forward or a backward, for which ranks gather it "
+                "together; use sharded parameters in the thread that trains, or between two steps"
+            )
+        self._unseen.take_back()
         for parameter in parameters:
             number = self._number_of[parameter]
             version = _version_of(parameter)
             if self._versions_freed.pop(number, version) != version:
-                raise UserError(_CHANGED_LATE.format(self.name(number)))
+                raise UserError(CHANGED_LATE.format(self.name(number)))
         super()._unshard_used(parameters, function)
         if function in EXPOSES_MEMORY:
             for number in (self._number_of[parameter] for parameter in parameters):
-                if number not in self._exposed:
-                    self._exposed[number] = self._unsharded[number].values.clone()
+                self._unseen.expect(number, self._unsharded[number].values)
 
     def _reshard(self, number: int) -> torch.Tensor | None:
-        unsharded, before = self._unsharded.get(number), self._exposed.pop(number, None)
+        unsharded = self._unsharded.get(number)
         changed = super()._reshard(number)
         self._versions_freed[number] = _version_of(self._parameters[number])
-        if unsharded is None or before is None:
+        if unsharded is None or not self._unseen.is_expected(number):
             return changed
-        is_same = _are_same(before, unsharded.values)
-        if memory_users(unsharded.values) > 1:
-            # Else what the script changes later would be lost.
-            version = self._read_version(number)
-            self._aliased[number] = unsharded.values, before, version
-            self._follow_aliases()
-            return None
-        return None if is_same else changed
+        return self._unseen.free(number, unsharded.after_all_streams())
 
 
 def _version_of(parameter: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version
-
-
-def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bits, so that a NaN is equal to itself."""
-    bytes_of = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*bytes_of)

@@ -17,7 +17,7 @@ from kaitian_mpi.errors import UnsupportedError, UserError
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, emulated, find_owners
 from kaitian_mpi.integrations.shard.early_state_dicts import EarlyStateDicts
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
-from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer, parameters_of
+from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer, Step, parameters_of
 from kaitian_mpi.integrations.shard.owned_rows import FIRST, MODEL, OPTIMIZER, OwnedRows
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
 from kaitian_mpi.integrations.shard.placement import Placement
@@ -178,6 +178,10 @@ class TrainerShards:
                 followed.add(id(model))
             rows += model.rows.of(model.number(parameter))
         return rows
+
+    def in_steps(self) -> list[Step]:
+        """Return the optimizers that are in a step, which has failed or calls another one's."""
+        return [(optimizer, owned) for optimizer, owned in self._owned.items() if owned.is_inside]
 
     @contextmanager
     def inside(self, optimizer: Optimizer) -> Iterator[None]:
