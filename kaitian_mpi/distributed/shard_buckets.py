@@ -118,12 +118,17 @@ class ShardBucket:
                     start += layout.numel()
         self.is_sharded = is_sharded
 
-    def _placed(self, buffer: torch.Tensor) -> Any:
-        """Yield each part, its parameter, and its place in a buffer, in the parameter's layout."""
+    def _placed(self, buffer: torch.Tensor, *, are_own: bool) -> tuple[list[Any], list[Any]]:
+        """Return the places in a buffer of this rank's parts, or of the others', and their rows."""
+        places: list[torch.Tensor] = []
+        rows: list[torch.Tensor] = []
         for part, parameter, layout in zip(
             self.parts, self._parameters, self._layouts, strict=True
         ):
-            yield part, parameter, buffer.as_strided(*layout)
+            if (part.owner == self.rank) == are_own:
+                places.append(buffer.as_strided(*layout))
+                rows.append(rows_of_part(parameter, part))
+        return places, rows
 
     @property
     def length(self) -> int:
@@ -146,13 +151,17 @@ class ShardBucket:
             return buffer.zero_()
         views: list[torch.Tensor] = []
         rows: list[torch.Tensor] = []
-        for (part, _, view), gradient in zip(self._placed(buffer), gradients, strict=True):
+        for part, layout, gradient in zip(self.parts, self._layouts, gradients, strict=True):
+            view = buffer.as_strided(*layout)
             if gradient is None:
                 view.zero_()
             else:
                 views.append(view)
                 rows.append(rows_of_part(gradient, part))
-        if rows:
+        if buffer.device.type == "cpu":  # in one pass over the memory
+            for view, gradient_rows in zip(views, rows, strict=True):
+                torch.mul(gradient_rows, weight, out=view)
+        elif rows:  # by two kernels
             torch._foreach_copy_(views, rows)
             buffer.mul_(weight)
         return buffer
@@ -165,10 +174,9 @@ class ShardBucket:
             parameter.data = parameter.data.contiguous()  # a script may have set another layout
             return parameter.detach().view(-1)
         buffer = pool.take(self._like, self.length)
-        places = [place for place in self._placed(buffer) if place[0].owner == self.rank]
+        places, rows = self._placed(buffer, are_own=True)
         if places:
-            rows = [rows_of_part(parameter, part) for part, parameter, _ in places]
-            torch._foreach_copy_([view for _, _, view in places], rows)
+            torch._foreach_copy_(places, rows)
         return buffer
 
     @torch.no_grad()
@@ -176,10 +184,9 @@ class ShardBucket:
         """Set the other ranks' parts of the parameters from a buffer."""
         if self.is_whole:
             return
-        places = [place for place in self._placed(buffer) if place[0].owner != self.rank]
+        places, rows = self._placed(buffer, are_own=False)
         if places:
-            rows = [rows_of_part(parameter, part) for part, parameter, _ in places]
-            torch._foreach_copy_(rows, [view for _, _, view in places])
+            torch._foreach_copy_(rows, places)
 
     def release(self, buffer: torch.Tensor, pool: BufferPool) -> None:
         """Give back a buffer of this bucket that is no longer used."""
