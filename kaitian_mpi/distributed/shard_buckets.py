@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from kaitian_mpi.balance.ownership import NO_MIRROR, Part
+from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed.collectives.torch_releases import all_gather_into, reduce_scatter_from
 from kaitian_mpi.distributed.gradients import check_dense
 
@@ -158,7 +159,7 @@ class ShardBucket:
             else:
                 views.append(view)
                 rows.append(rows_of_part(gradient, part))
-        if buffer.device.type == "cpu":  # in one pass over the memory
+        if device_of(buffer.device).is_host:  # in one pass over the memory
             for view, gradient_rows in zip(views, rows, strict=True):
                 torch.mul(gradient_rows, weight, out=view)
         elif rows:  # by two kernels
