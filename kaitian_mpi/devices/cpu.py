@@ -65,9 +65,7 @@ class CpuDevice(Device):
             libc.malloc_trim(0)
 
     def return_large_blocks(self) -> None:
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):  # glibc
-            libc.mallopt(M_MMAP_THRESHOLD, _LARGE_BYTES)
+        _set_malloc(M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def available_bytes(root: Path = CGROUP, process_cgroup: Path = Path("/proc/self/cgroup")) -> int:
@@ -101,10 +99,14 @@ def _remaining_bytes(group: Path) -> float:
 
 def keep_freed_memory() -> None:
     """Make malloc keep freed memory, so that no step pages it in (benchmarks/memory_kept.py)."""
+    _set_malloc(M_MMAP_THRESHOLD, _NEVER)
+    _set_malloc(M_TRIM_THRESHOLD, _NEVER)
+
+
+def _set_malloc(option: int, value: int) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
-        libc.mallopt(M_MMAP_THRESHOLD, _NEVER)
-        libc.mallopt(M_TRIM_THRESHOLD, _NEVER)
+        libc.mallopt(option, value)
 
 
 @cache

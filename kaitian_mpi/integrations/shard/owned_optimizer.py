@@ -62,7 +62,6 @@ class OwnedOptimizer:
         """
         self.index = index
         self.models: Sequence[OwnedModel] = ()
-        self._around: Sequence[Step] = ()
         self.steps = 0
         self._find_model = find_model
         self._state: defaultdict[Any, Any] = defaultdict(dict)
@@ -71,6 +70,7 @@ class OwnedOptimizer:
         self._before: dict[int, Mapping[Any, Any]] = {}
         self._whole: list[list[torch.Tensor]] = []
         self._depth = 0
+        self._around: Sequence[Step] = ()  # until the end of this one's step
         self.has_begun = False
         self._lock = threading.RLock()
         # A whole state by place that was loaded before there were owners.
@@ -111,7 +111,8 @@ class OwnedOptimizer:
         self._depth += 1
         if self._depth > 1:
             return
-        self._around = self._around if around is None else around
+        if around is not None:
+            self._around = around
         for lock in self._locks():
             lock.acquire()
         if not self.has_begun:  # a closure may compute the first forward

@@ -43,6 +43,8 @@ class ScriptParameter(PendingParameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if needs_no_values(func):
+            return super().__torch_function__(func, types, args, kwargs)
         used = dict.fromkeys(
             type(p).holder for p in pending_in((args, kwargs or {})) if is_sharded(p)
         )
@@ -51,8 +53,6 @@ class ScriptParameter(PendingParameter):
                 value = holder.value_for_state_dict(args[0])
                 if value is not None:
                     return value
-        if needs_no_values(func):
-            return super().__torch_function__(func, types, args, kwargs)
         with ExitStack() as stack:
             stack.enter_context(_one_thread)
             for holder in used:
