@@ -157,8 +157,12 @@ def _take_over_finalize() -> None:
 
 def _finalize(pid: int) -> None:
     # After a loss, MPI_Finalize may wait for the dead ranks.
-    if os.getpid() == pid and is_mpi_running() and not ulfm.has_survived_loss():
-        sys.modules["mpi4py.MPI"].Finalize()
+    if os.getpid() != pid or not is_mpi_running() or ulfm.has_survived_loss():
+        return
+    from mpi4py import MPI
+
+    if not ulfm.is_enabled() or ulfm.are_all_alive(MPI.COMM_WORLD):
+        MPI.Finalize()
 
 
 def is_mpi_running() -> bool:

@@ -131,6 +131,15 @@ def agree(comm: MPI.Intracomm, ok: bool) -> bool:
     return outcome == _YES
 
 
+def are_all_alive(comm: MPI.Intracomm) -> bool:
+    """Return whether every rank of `comm` is there when all that are left call this. Collective.
+
+    The answer is the same on all of them, but for those that knew of a loss before: these do not
+    wait for the others, which learn of it from the end of these.
+    """
+    return not is_loss_detected(comm) and agree(comm, True)
+
+
 def _agree_once(comm: MPI.Intracomm, value: int) -> int:
     """Return the ranks' values combined by a bitwise and. Collective.
 

@@ -82,6 +82,31 @@ def test_watchdogs_kill_a_rank_stopped_when_it_exits_and_the_job_ends(tmp_path):
     assert ended.seconds < 100
 
 
+@pytest.mark.parametrize("lost", [None, 1])
+def test_a_rank_killed_when_it_exits_is_not_waited_for(lost, tmp_path):
+    """MPI_Finalize waits for all ranks, and at times (Open MPI 5.0.11) for ever for a dead one."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, os, signal, sys, time\n"
+        "import kaitian_mpi\n"
+        "kaitian_mpi.init()\n"
+        "from mpi4py import MPI\n"
+        "def kill():\n"
+        "    time.sleep(0.3)  # the others have come to their end\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def finalize(finalize=MPI.Finalize):\n"
+        "    print(MPI.COMM_WORLD.rank, 'finalizes MPI', flush=True)\n"
+        "    finalize()\n"
+        "MPI.Finalize = finalize\n"
+        "if sys.argv[1] == str(MPI.COMM_WORLD.rank):\n"
+        "    atexit.register(kill)\n"
+    )
+    ended = run_ranks(3, *SURVIVING, PYTHON, script, str(lost), cwd=tmp_path, fresh=True, code=None)
+    expected = [f"{rank} finalizes MPI" for rank in range(3) if lost is None]
+    assert sorted(ended.out.splitlines()) == expected
+    assert ended.seconds < 60
+
+
 def test_a_rank_stopped_before_mpi_has_started_ends_the_job(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
