@@ -6,6 +6,7 @@ once; sums of 8 and 16-bit integers wrap. Collective; tensors are contiguous, on
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch
 from mpi4py import MPI
 
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction, as_raw_buffer
+from kaitian_mpi.mpi.datatypes import ACCUMULATION_DTYPES, Reduction, as_raw_buffer, separate
 from kaitian_mpi.runtime import tags, ulfm
 from kaitian_mpi.runtime.polling import keep_alive
 
@@ -62,7 +63,7 @@ def exchange_all(comm: MPI.Comm, transfers: Sequence[tuple[Pieces, Pieces]]) -> 
                     leaving.append((rank, request))
         for sent, received in transfers:
             target, source = received[comm.rank], sent[comm.rank]
-            if target is not None and source is not None and target.data_ptr() != source.data_ptr():
+            if target is not None and source is not None and is_copied(source, target):
                 target.view(-1).copy_(source.view(-1))
         # Not by Waitall: if one fails, Open MPI frees others that go on, and ends the job then.
         for request in (*arriving, *(request for _, request in leaving)):
@@ -81,6 +82,30 @@ def exchange_all(comm: MPI.Comm, transfers: Sequence[tuple[Pieces, Pieces]]) -> 
             with suppress(MPI.Exception):
                 request.Wait()
         raise unlike or error from error
+
+
+def without_shared_memory(rank: int, sent: Pieces, received: Pieces) -> list[torch.Tensor | None]:
+    """Return the pieces that `rank` sends, copies if an exchange would overwrite them before.
+
+    A piece that the rank receives from itself, where it already is, is not written. Not collective.
+    """
+    written = [
+        target
+        for source_rank, target in enumerate(received)
+        if target is not None and (source_rank != rank or is_copied(sent[rank], target))
+    ]
+    apart: dict[int, torch.Tensor] = {}  # by `id`, as a gather sends one tensor to all ranks
+    for piece in sent:
+        if piece is not None and id(piece) not in apart:
+            apart[id(piece)] = functools.reduce(separate, written, piece)
+    return [None if piece is None else apart[id(piece)] for piece in sent]
+
+
+def is_copied(own_source: torch.Tensor | None, own_target: torch.Tensor | None) -> bool:
+    """Return whether a rank has to copy what it sends to itself: it has both, in two places."""
+    if own_source is None or own_target is None:
+        return False
+    return own_source.data_ptr() != own_target.data_ptr()
 
 
 def different_sizes_error(error: Exception) -> CollectiveError | None:

@@ -159,6 +159,13 @@ def test_results_may_be_written_over_what_is_sent(world, place):
         whole = place(sent.repeat_interleave(length))
         dist.all_to_all(list(whole.split(length)), list(whole.split(length)))
         assert torch.equal(cases.values(whole), received.repeat_interleave(length))
+        # A rank's own piece goes to where that of another rank was.
+        sent_parts = list(place(sent.repeat_interleave(length)).split(length))
+        parts = [torch.empty_like(part) for part in sent_parts]
+        parts[world.rank] = sent_parts[(world.rank + 1) % world.size]
+        dist.all_to_all(parts, sent_parts)
+        whole = torch.cat([cases.values(part) for part in parts])
+        assert torch.equal(whole, received.repeat_interleave(length))
 
 
 @pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="came with torch 2.14")

@@ -311,18 +311,10 @@ class HostOperations:
             return
         # One copy of each, as a gather sends the same tensor to all ranks.
         copies = {id(piece): to_host(piece) for piece in sent if piece is not None}
+        sources = [None if piece is None else copies[id(piece)] for piece in sent]
         received = received or [None] * self.size
         targets = [None if piece is None else to_host(piece, read=False) for piece in received]
-        # What arrives must not overwrite what has still to be sent to another rank.
-        written = {
-            target.untyped_storage().data_ptr()
-            for rank, target in enumerate(targets)
-            if target is not None and rank != self.rank
-        }
-        for key, source in copies.items():
-            if source.untyped_storage().data_ptr() in written:
-                copies[key] = source.clone()
-        sources = [None if piece is None else copies[id(piece)] for piece in sent]
+        sources = pairwise.without_shared_memory(self.rank, sources, targets)
         pairwise.exchange(self._comm, sources, targets)
         for target, piece in zip(targets, received, strict=True):
             if target is not None and piece is not None:

@@ -63,34 +63,34 @@ def exchange_in_rounds(
     """
     pieces = [piece for piece in (*sent, *received) if piece is not None]
     is_mixed = len({piece.device for piece in pieces}) > 1
-    written = {piece.untyped_storage().data_ptr() for piece in received if piece is not None}
-    sources: dict[int, torch.Tensor] = {}
-    for piece in sent:
-        if piece is not None and id(piece) not in sources:
-            source = to_host(piece) if is_mixed else contiguous(piece)
-            # What arrives must not overwrite what has still to be sent.
-            is_written = source.untyped_storage().data_ptr() in written
-            sources[id(piece)] = _bytes_of(source.clone() if is_written else source)
-    dense = {
-        rank: to_host(piece, read=False) if is_mixed else contiguous(piece)
-        for rank, piece in enumerate(received)
+    copies = {
+        id(piece): to_host(piece) if is_mixed else contiguous(piece)
+        for piece in sent
         if piece is not None
     }
-    targets = {rank: _bytes_of(piece) for rank, piece in dense.items()}
-    if comm.rank in targets and (rank_tensor := sent[comm.rank]) is not None:
-        targets[comm.rank].copy_(sources[id(rank_tensor)])
+    dense = [
+        None if piece is None else to_host(piece, read=False) if is_mixed else contiguous(piece)
+        for piece in received
+    ]
+    by_rank = [None if piece is None else copies[id(piece)] for piece in sent]
+    by_rank = pairwise.without_shared_memory(comm.rank, by_rank, dense)
+    sources = {id(piece): _bytes_of(piece) for piece in by_rank if piece is not None}
+    targets = {rank: _bytes_of(piece) for rank, piece in enumerate(dense) if piece is not None}
+    own_target, own_source = dense[comm.rank], by_rank[comm.rank]
+    if pairwise.is_copied(own_source, own_target):
+        targets[comm.rank].copy_(sources[id(own_source)])
     from_ranks = [rank for rank in targets if rank != comm.rank]
-    to_ranks = {r: id(p) for r, p in enumerate(sent) if p is not None and r != comm.rank}
+    to_ranks = {r: id(p) for r, p in enumerate(by_rank) if p is not None and r != comm.rank}
 
     def exchange(leaving: Tensors, arriving: Tensors) -> None:
-        by_rank: tuple[list[torch.Tensor | None], list[torch.Tensor | None]]
-        by_rank = [None] * comm.size, [None] * comm.size
-        for ranks, tensors, placed in zip(
-            (to_ranks, from_ranks), (leaving, arriving), by_rank, strict=True
+        placed: tuple[list[torch.Tensor | None], list[torch.Tensor | None]]
+        placed = [None] * comm.size, [None] * comm.size
+        for ranks, tensors, pieces in zip(
+            (to_ranks, from_ranks), (leaving, arriving), placed, strict=True
         ):
             for rank, tensor in zip(ranks, tensors, strict=True):
-                placed[rank] = tensor
-        pairwise.exchange(comm, *by_rank)
+                pieces[rank] = tensor
+        pairwise.exchange(comm, *placed)
 
     step = max(_LEAST_CUT_BYTES, _ROUND_BYTES // (2 * comm.size))
     lengths = [sources[key].numel() for key in to_ranks.values()]
@@ -101,8 +101,8 @@ def exchange_in_rounds(
         arriving = [targets[rank][start : start + step] for rank in from_ranks]
         rounds.append(([cut[key] for key in to_ranks.values()], arriving))
     relay.exchange_in_rounds(rounds, exchange)
-    for rank, piece in dense.items():
-        if (target := received[rank]) is not None:
+    for piece, target in zip(dense, received, strict=True):
+        if piece is not None and target is not None:
             from_host(piece, target)
 
 
