@@ -80,6 +80,8 @@ class OwnersValues:
         # A parameter of another class keeps its class.
         are_plain = all(type(parameter) is nn.Parameter for parameter in self._parameters)
         self.overlap = overlap and are_plain and not any(map(is_compiled, model.modules()))
+        # The trained parameters, and how many tensors here share the memory of each.
+        self._own_users: list[tuple[nn.Parameter, int]] = []
         self._missing = 0  # buckets of which the owners' new values are not here
         self._are_confirmed = True  # that arrived values were not left by a library's abort
         self._mirrored: list[tuple[torch.Tensor, torch.Tensor]] = []  # mirrored parts, and copies
@@ -233,6 +235,7 @@ class OwnersValues:
         self._parameters = []
         self._trained = {}
         self._targets = {}
+        self._own_users = []
         self._pool = BufferPool(0)
         self._failure = None
 
@@ -253,9 +256,11 @@ class OwnersValues:
 
         For example, a script may keep the result of `state_dict` or `data`.
         """
-        tensor_counts = dict.fromkeys(self._trained.values(), 1)
-        for part, target in self._targets.items():
-            parameter = self._parameters[part.parameter]
-            if target is not parameter and parameter in tensor_counts:
-                tensor_counts[parameter] += 1
-        return any(memory_users(parameter) > count for parameter, count in tensor_counts.items())
+        if not self._own_users:
+            counts = [1] * len(self._parameters)
+            for part, target in self._targets.items():
+                counts[part.parameter] += target is not self._parameters[part.parameter]
+            trained = {id(parameter) for parameter in self._trained.values()}
+            pairs = zip(self._parameters, counts, strict=True)
+            self._own_users = [pair for pair in pairs if id(pair[0]) in trained]
+        return any(memory_users(parameter) > count for parameter, count in self._own_users)

@@ -150,19 +150,19 @@ class ShardBucket:
         buffer = self._like.new_empty(length) if self.is_whole else pool.take(self._like, length)
         if not weight:
             return buffer.zero_()
+        is_on_host = device_of(buffer.device).is_host
         views: list[torch.Tensor] = []
         rows: list[torch.Tensor] = []
         for part, layout, gradient in zip(self.parts, self._layouts, gradients, strict=True):
             view = buffer.as_strided(*layout)
             if gradient is None:
                 view.zero_()
+            elif is_on_host:  # in one pass over the memory
+                torch.mul(rows_of_part(gradient, part), weight, out=view)
             else:
                 views.append(view)
                 rows.append(rows_of_part(gradient, part))
-        if device_of(buffer.device).is_host:  # in one pass over the memory
-            for view, gradient_rows in zip(views, rows, strict=True):
-                torch.mul(gradient_rows, weight, out=view)
-        elif rows:  # by two kernels
+        if rows:  # by two kernels
             torch._foreach_copy_(views, rows)
             buffer.mul_(weight)
         return buffer

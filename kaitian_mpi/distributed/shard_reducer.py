@@ -285,8 +285,11 @@ class ShardReducer:
         they are used and summed then changes.
         """
         trained = self._layout.trained
-        some_are_frozen = not all(parameter.requires_grad for parameter in trained.parameters)
-        return bool(trained.unfrozen) or (self.gathering is not None and some_are_frozen)
+        if self.gathering is None:
+            return bool(trained.unfrozen)
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters without their values
+            some_are_frozen = not all(parameter.requires_grad for parameter in trained.parameters)
+        return some_are_frozen or bool(trained.unfrozen)
 
     def begin_step(self, rounds: int) -> None:
         """Begin a step in which the reducer is armed up to `rounds` times. Not collective.

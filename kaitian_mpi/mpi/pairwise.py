@@ -22,7 +22,7 @@ from kaitian_mpi.runtime.polling import keep_alive
 
 # A piece is long enough to amortize a message's fixed cost; the scratch memory for all pieces that
 # arrive at once roughly fits in the cache.
-_PIECE_BYTES = 512 << 10
+_PIECE_BYTES = 1 << 20
 _SCRATCH_BYTES = 4 << 20
 _MIN_PIECE_BYTES = 32 << 10
 
@@ -148,8 +148,8 @@ def allreduce(comm: MPI.Comm, tensor: torch.Tensor, op: Reduction) -> None:
 def elements_per_piece(comm: MPI.Comm, tensor: torch.Tensor) -> int:
     """Return the elements of each piece of this dtype that `reduce_scatter` reduces in a round.
 
-    Calling it for consecutive slices gives the same result as one call, if the lengths of all but
-    the last are multiples of this.
+    A rank may call it for consecutive slices while others call it once, if the lengths of all but
+    the last are multiples of this: the messages are the same.
     """
     piece = min(_PIECE_BYTES, max(_MIN_PIECE_BYTES, _SCRATCH_BYTES // comm.size))
     return piece // tensor.element_size()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ class OwnedRows:
         self._reads = reads
         self._waits = waits
         # By the number of a parameter.
+        self._rows_of: dict[int, list[nn.Parameter]] = {}
+        self._layouts: dict[int, Hashable] = {}  # of the memory that the rows are views of
         self._parts_of: dict[int, list[tuple[Part, nn.Parameter]]] = {}
         # The begins and ends of the parts of a parameter that a rank owns.
         self._spans_of: dict[int, dict[int, list[tuple[int, int]]]] = {}
@@ -87,12 +89,13 @@ class OwnedRows:
                 key = part.parameter, part.begin, part.end
                 target = _target(self._parameters[part.parameter], part, values.get(key))
                 self.targets[part] = target
+                self._rows_of.setdefault(part.parameter, []).append(target)
                 self._parts_of.setdefault(part.parameter, []).append((part, target))
         self.parts = parts  # from now on, other ranks may read them
 
     def of(self, number: int) -> Sequence[nn.Parameter]:
         """Return this rank's rows of a parameter."""
-        return [target for _, target in self.parts_of(number)]
+        return self._rows_of.get(number, ())
 
     def parts_of(self, number: int) -> Sequence[tuple[Part, nn.Parameter]]:
         """Return this rank's parts of a parameter, and its rows of each."""
@@ -118,8 +121,15 @@ class OwnedRows:
         Raises:
             UserError: they have another dtype or shape now.
         """
-        for part, target in self.targets.items():
-            if part.parameter not in self._sharded:
+        changed = set[int]()
+        for number in self._rows_of:
+            if number not in self._sharded:
+                layout = _layout(self._parameters[number])
+                if self._layouts.get(number) != layout:
+                    self._layouts[number] = layout
+                    changed.add(number)
+        for part, target in self.targets.items() if changed else ():
+            if part.parameter in changed:
                 rows = rows_of_part(self._parameters[part.parameter], part)
                 if rows.dtype != target.dtype or rows.shape != target.shape:
                     raise UserError(
@@ -242,6 +252,11 @@ def in_order(pieces: Sequence[Piece], parameter: torch.Tensor) -> list[Piece]:
             f"{reached} of {count_rows(parameter)} rows of a parameter were read from its owners"
         )
     return ordered
+
+
+def _layout(tensor: torch.Tensor) -> Hashable:
+    """Return what is another one once a tensor's `data` is set."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _target(parameter: nn.Parameter, part: Part, values: torch.Tensor | None) -> nn.Parameter:

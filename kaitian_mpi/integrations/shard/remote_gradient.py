@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -121,12 +122,14 @@ class RemoteGradients:
             UserError: the script has set one.
         """
         cleared = set()
-        for number, parameter in enumerate(self._parameters):
-            with torch._C.DisableTorchFunctionSubclass():
-                gradient = parameter.grad
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [parameter.grad for parameter in self._parameters]
+        for number, gradient in enumerate(gradients):
             if gradient is None:
                 cleared.add(number)
-                self._gradients.pop(number, None)  # if the script has kept it, it is no longer true
+                # If the script has kept it, it is no longer true.
+                if number in self._gradients and not _is_only_here(self._gradients, number):
+                    del self._gradients[number]
             elif getattr(gradient, "rows", "") is not self._gradient(number).rows:
                 raise UserError(
                     "--layout shard: the .grad of a parameter was set, or computed without the "
@@ -140,6 +143,11 @@ class RemoteGradients:
             rows = partial(self._rows_of, number)
             self._gradients[number] = RemoteGradient.of(self._parameters[number], rows)
         return self._gradients[number]
+
+
+def _is_only_here(gradients: Mapping[int, torch.Tensor], number: int) -> bool:
+    """Return whether only `gradients` refers to one of them: it, and this call's argument."""
+    return sys.getrefcount(gradients[number]) == 2
 
 
 def _is_plain(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from kaitian_mpi.devices.memory_limit import unlimited
 from kaitian_mpi.errors import UnsupportedError, UserError
@@ -52,8 +51,11 @@ class TrainerShards:
         self._waits = waits
         self._has_models = False
         self._models = weakref.WeakKeyDictionary[DistributedDataParallel, OwnedModel]()
-        # Not by equality, which is elementwise for tensors.
-        self._of_parameters: Any = WeakIdKeyDictionary()
+        # By the `id` of a parameter: the parameter, as its `id` may become another one's, and what
+        # it is of.
+        self._of_parameters: dict[
+            int, tuple[weakref.ref[torch.Tensor], weakref.ref[OwnedModel]]
+        ] = {}
         self._created: list[weakref.ref[Optimizer]] = []
         self._owned = weakref.WeakKeyDictionary[Optimizer, OwnedOptimizer]()
         # By what is read, and in the order in which it became owned, which is that of all ranks.
@@ -116,8 +118,8 @@ class TrainerShards:
 
     def model_of(self, parameter: torch.Tensor) -> OwnedModel | None:
         """Return the model that a parameter is of; None if that is not in a DDP."""
-        model = self._of_parameters.get(parameter)
-        return None if model is None else model()
+        found = self._of_parameters.get(id(parameter))
+        return found[1]() if found is not None and found[0]() is parameter else None
 
     def optimizer_of(self, optimizer: Optimizer) -> OwnedOptimizer | None:
         """Return this rank's side of an optimizer; None if it has none yet."""
@@ -199,10 +201,10 @@ class TrainerShards:
     def _note_parameters(self, model: OwnedModel) -> None:
         """Take note of the parameters that a model without owners has now."""
         for parameter in model.parameters:
-            self._of_parameters.pop(parameter, None)
+            self._of_parameters.pop(id(parameter), None)
         model.follow_module()
         for parameter in model.parameters:
-            self._of_parameters[parameter] = weakref.ref(model)
+            self._of_parameters[id(parameter)] = weakref.ref(parameter), weakref.ref(model)
 
     def _assign(self, model: OwnedModel) -> None:
         """Choose the owners of a model, by the ranks' memory. Collective."""
