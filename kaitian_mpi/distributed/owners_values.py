@@ -72,16 +72,24 @@ class OwnersValues:
             waits: the context in which values are waited for.
             overlap: whether they may arrive later; not so if the model is compiled.
         """
-        self._parameters = list(model.parameters())
+        parameters = list(model.parameters())
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._targets = targets
         self._group: Any = group or dist.group.WORLD
         self._waits = waits
         # A parameter of another class keeps its class.
-        are_plain = all(type(parameter) is nn.Parameter for parameter in self._parameters)
+        are_plain = all(type(parameter) is nn.Parameter for parameter in parameters)
         self.overlap = overlap and are_plain and not any(map(is_compiled, model.modules()))
+        counts = [1] * len(parameters)
+        for part, target in targets.items():
+            counts[part.parameter] += target is not parameters[part.parameter]
+        trained = {id(parameter) for parameter in self._trained.values()}
         # The trained parameters, and how many tensors here share the memory of each.
-        self._own_users: list[tuple[nn.Parameter, int]] = []
+        self._own_users = [
+            (parameter, count)
+            for parameter, count in zip(parameters, counts, strict=True)
+            if id(parameter) in trained
+        ]
         self._missing = 0  # buckets of which the owners' new values are not here
         self._are_confirmed = True  # that arrived values were not left by a library's abort
         self._mirrored: list[tuple[torch.Tensor, torch.Tensor]] = []  # mirrored parts, and copies
@@ -232,7 +240,6 @@ class OwnersValues:
         self._in_flight.clear()  # a gather in progress keeps its buffer
         self._pending_class = nn.Parameter  # else it would refer to this
         # The loop may outlive its end, but not the memory of the parts.
-        self._parameters = []
         self._trained = {}
         self._targets = {}
         self._own_users = []
@@ -256,11 +263,4 @@ class OwnersValues:
 
         For example, a script may keep the result of `state_dict` or `data`.
         """
-        if not self._own_users:
-            counts = [1] * len(self._parameters)
-            for part, target in self._targets.items():
-                counts[part.parameter] += target is not self._parameters[part.parameter]
-            trained = {id(parameter) for parameter in self._trained.values()}
-            pairs = zip(self._parameters, counts, strict=True)
-            self._own_users = [pair for pair in pairs if id(pair[0]) in trained]
         return any(memory_users(parameter) > count for parameter, count in self._own_users)

@@ -61,7 +61,6 @@ class OwnedRows:
         self._reads = reads
         self._waits = waits
         # By the number of a parameter.
-        self._rows_of: dict[int, list[nn.Parameter]] = {}
         self._layouts: dict[int, Hashable] = {}  # of the memory that the rows are views of
         self._parts_of: dict[int, list[tuple[Part, nn.Parameter]]] = {}
         # The begins and ends of the parts of a parameter that a rank owns.
@@ -89,13 +88,12 @@ class OwnedRows:
                 key = part.parameter, part.begin, part.end
                 target = _target(self._parameters[part.parameter], part, values.get(key))
                 self.targets[part] = target
-                self._rows_of.setdefault(part.parameter, []).append(target)
                 self._parts_of.setdefault(part.parameter, []).append((part, target))
         self.parts = parts  # from now on, other ranks may read them
 
     def of(self, number: int) -> Sequence[nn.Parameter]:
         """Return this rank's rows of a parameter."""
-        return self._rows_of.get(number, ())
+        return [target for _, target in self.parts_of(number)]
 
     def parts_of(self, number: int) -> Sequence[tuple[Part, nn.Parameter]]:
         """Return this rank's parts of a parameter, and its rows of each."""
@@ -122,7 +120,7 @@ class OwnedRows:
             UserError: they have another dtype or shape now.
         """
         changed = set[int]()
-        for number in self._rows_of:
+        for number in self._parts_of:
             if number not in self._sharded:
                 layout = _layout(self._parameters[number])
                 if self._layouts.get(number) != layout:
