@@ -33,7 +33,7 @@ def _find() -> tuple[str, int]:
 KIND, COUNT = _find()
 IS_FRESH = KIND != STAND_IN
 """Whether each rank is a fresh process: what a GPU's libraries have begun survives no fork."""
-BENCHMARK_SEC = 0.5 if KIND == STAND_IN else 4.0
+BENCHMARK_SEC = 0.2 if KIND == STAND_IN else 4.0
 """How long ranks are benchmarked: what a stand-in takes says nothing."""
 needs_accelerator = pytest.mark.skipif(not KIND, reason="no accelerator on this machine")
 

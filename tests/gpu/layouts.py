@@ -67,7 +67,8 @@ from kaitian_mpi.train.task import Computation
 IS_STAND_IN = stand_in.KIND == stand_in.STAND_IN
 MB = 1 << 20
 WIDTH, LAYERS = (256, 4) if IS_STAND_IN else (4096, 16)  # 64 MB a layer, 1 GB together
-SAMPLES, BATCH, STEPS = 96, 24, 10
+SAMPLES, BATCH, STEPS = 96, 24, 6 if IS_STAND_IN else 10  # more than an epoch
+ROUNDS = 1 if IS_STAND_IN else 10  # of what is timed
 FEW_SYNCHRONIZES = 6  # a step, if their number does not grow with the model's parameters
 QUIET = {"quiet": True, "progress": "none", "parity": False, "check_every": 0, "balance": "off"}
 
@@ -221,7 +222,7 @@ class Sharded:
 
 def exchange_is_measured(world: Any) -> str:
     """What `auto` takes an exchange to cost is what it takes, not what its launch does."""
-    size = 8 * MB
+    size = (1 if IS_STAND_IN else 8) * MB
     scatter, gather = measure_exchange(world, size)
     part = torch.zeros(size // 4 // world.size, device=world.device)
     whole = part.repeat(world.size)
@@ -231,11 +232,11 @@ def exchange_is_measured(world: Any) -> str:
     }
     figures, is_right = [], True
     for name, cost in (("scatter", scatter), ("gather", gather)):
-        seconds = max(gather_values(world.comm, median_seconds(world, works[name], 10)))
+        seconds = max(gather_values(world.comm, median_seconds(world, works[name], ROUNDS)))
         ratio = cost.seconds(size) / seconds
         is_right &= 0.5 <= ratio <= 2
         figures.append(f"{name} {1e3 * cost.seconds(size):.2f} of {1e3 * seconds:.2f} ms")
-    return expect_on_hardware(is_right, f"{', '.join(figures)} for 8 MB")
+    return expect_on_hardware(is_right, f"{', '.join(figures)} for {size / MB:.0f} MB")
 
 
 def median_seconds(world: Any, work: Callable[[], Any], rounds: int) -> float:
@@ -276,7 +277,7 @@ def values_come_in_place(world: Any) -> str:
 
 
 def late_values(world: Any, mirrors: bool = False) -> str:
-    """Values that come late are waited for by what uses them: ten steps like one process."""
+    """Values that come late are waited for by what uses them: it trains like one process."""
     seen: list[bool] = []
     share_values = ShardReducer.share_values
 
@@ -523,7 +524,9 @@ def sending_does_not_wait(world: Any) -> str:
         elif world.rank == 1:
             dist.recv(tensor, 0)
     took = min(gather_values(world.comm, min(seconds, default=0.0))[:1])
-    return expect_on_hardware(took < 5e-3, f"isend of 32 MB returns after {1e3 * took:.1f} ms")
+    return expect_on_hardware(
+        took < 5e-3, f"isend of {size / MB:.0f} MB returns after {1e3 * took:.1f} ms"
+    )
 
 
 def hops_are_predicted(world: Any) -> str:
@@ -542,7 +545,8 @@ def hops_are_predicted(world: Any) -> str:
 
     seconds = median_seconds(world, there_and_back, 5) / 2
     predicted = hop.latency_sec + size * hop.busy_sec
-    text = f"{1e3 * predicted:.1f} ms predicted, {1e3 * seconds:.1f} ms measured for 32 MB"
+    text = f"{1e3 * predicted:.1f} ms predicted, {1e3 * seconds:.1f} ms measured"
+    text += f" for {size / MB:.0f} MB"
     return expect_on_hardware(1 / 1.5 <= predicted / seconds <= 1.5, text)
 
 
@@ -630,7 +634,7 @@ def layers_are_measured(world: Any) -> str:
         task.loss(model, batch).backward()
         model.zero_grad(set_to_none=True)
 
-    seconds = median_seconds(world, forward_and_backward, 10)
+    seconds = median_seconds(world, forward_and_backward, ROUNDS)
     predicted = sum(own.fixed_sec) + count * sum(own.sample_sec)
     pairs = gather_values(world.comm, [predicted, seconds])
     text = ", ".join(

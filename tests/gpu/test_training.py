@@ -9,11 +9,11 @@ from shared import stand_in
 TRAIN = "kaitian-train --model cnn --keep-all --run-dir run --global-batch-size 96".split()
 TRAIN += ["--val-split", "0.05", "--benchmark-seconds", str(stand_in.BENCHMARK_SEC)]
 pytestmark = stand_in.needs_accelerator
-OTHER_WORLDS = [(1, 2), (1, 0), (2, 2), (3, 2)]
+WORLDS = [(2, 1), (1, 2), (1, 0), (2, 2), (3, 2)]
 STEPS = 60  # so many that the last is not done before the kill
-if stand_in.KIND == stand_in.STAND_IN:  # on which tests/e2e kills ranks as well
+if stand_in.KIND == stand_in.STAND_IN:  # on which tests/e2e/test_vendor.py kills ranks as well
     STEPS = 10
-    OTHER_WORLDS = [pytest.param(*each, marks=pytest.mark.thorough) for each in OTHER_WORLDS]
+    WORLDS = [pytest.param(*each, marks=pytest.mark.thorough) for each in WORLDS]
 
 
 def run(ranks, *command, **options):
@@ -31,7 +31,7 @@ def test_training_in_both_kinds(tmp_path, precision):
     assert summary["emulated"] is False
 
 
-@pytest.mark.parametrize(("accelerators", "lost"), [(2, 1), *OTHER_WORLDS])
+@pytest.mark.parametrize(("accelerators", "lost"), WORLDS)
 def test_a_killed_rank_is_survived(tmp_path, accelerators, lost):
     """A CPU rank dies, the only accelerator, or one that others wait for in their library."""
     words = [*TRAIN, *stand_in.devices(accelerators, 3 - accelerators)]
