@@ -216,9 +216,7 @@ def test_experts_move_at_the_end_of_an_epoch_and_the_run_goes_on(world, shared_p
 
 
 @pytest.mark.sizes(2)
-@pytest.mark.parametrize(
-    "balance", by_default(["static", "adaptive", "off"], ["static", "adaptive"])
-)
+@pytest.mark.parametrize("balance", by_default(["static", "adaptive", "off"], ["static"]))
 def test_the_first_steps_calibrate_the_prediction_also_of_a_static_plan(
     world, balance, monkeypatch, capsys
 ):

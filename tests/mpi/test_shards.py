@@ -27,6 +27,7 @@ from kaitian_mpi.train.state import weights as weights_of
 from kaitian_mpi.train.task import Task
 
 pytestmark = pytest.mark.sizes(1, 3)
+further_sizes = pytest.mark.thorough(1)
 
 STEPS = 20
 
@@ -418,6 +419,7 @@ class Weighed:
         return (losses * counts).sum() / counts.sum()
 
 
+@further_sizes
 @pytest.mark.parametrize("is_odd", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_micro_batches_in_which_nothing_counts_add_nothing(train, is_odd):
     weighed = Weighed(is_odd)
@@ -427,6 +429,7 @@ def test_micro_batches_in_which_nothing_counts_add_nothing(train, is_odd):
     )
 
 
+@further_sizes
 @pytest.mark.parametrize("sharded", [pytest.param((), marks=pytest.mark.thorough), (0, 2)])
 def test_parameters_are_frozen_and_unfrozen_between_steps(train, sharded):
     model = small(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4))
@@ -463,6 +466,7 @@ def scale(model, step):
     nn.utils.vector_to_parameters(vector * 0.95, model.parameters())
 
 
+@further_sizes
 @pytest.mark.parametrize(
     "how", [pytest.param("renorm", marks=pytest.mark.thorough), "transposed", "vector"]
 )
@@ -487,6 +491,7 @@ class Transformed(nn.Module):
         return self.layers(x) + slopes.sum(1, keepdim=True) + mean * slope
 
 
+@further_sizes
 def test_functions_are_transformed_with_parameters_whose_values_come_late(train):
     train(Task(model=Transformed(), data=Points(), loss=compute_loss, optimizer=sgd))
 
@@ -503,6 +508,7 @@ class Empty(nn.Module):
         return self.layers(x) + self.nothing.sum() + self.other.sum()
 
 
+@further_sizes
 @pytest.mark.parametrize("sharded", [pytest.param((), marks=pytest.mark.thorough), (2,)])
 def test_parameters_of_no_rows_do_no_harm(train, sharded):
     train(Task(model=Empty(), data=Points(), loss=compute_loss, optimizer=sgd), sharded=sharded)

@@ -31,7 +31,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard import extend_ddp
 from kaitian_mpi.integrations.shard.owners_value import OwnersValue
 
-pytestmark = pytest.mark.thorough(4)
+pytestmark = pytest.mark.thorough(2, 4)
 SHARES = 1.0, 3.0, 2.0, 1.0
 also_whole = pytest.mark.parametrize(
     "owners", [pytest.param("whole", marks=pytest.mark.thorough), "sharded"], indirect=True
@@ -209,6 +209,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.sizes(2, 3)
+@also_whole
 def test_saving_takes_the_memory_of_one_parameter(world, owners, tmp_path):
     largest, spare = 4 * MB, 3 * MB
     model = Wide()
