@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import copy
+import cProfile
 import dataclasses
 import gc
 import itertools
@@ -663,6 +664,28 @@ def test_freed_memory_is_returned_if_there_is_none_to_spare(
     model = DistributedDataParallel(Net())
     loss_of(model(torch.ones(2, 13).double()), torch.tensor([0, 1])).backward()
     assert len(calls) == (not has_room)
+
+
+def test_a_step_calls_few_functions_for_each_parameter(world, installed, monkeypatch):
+    """Beyond those of the same step without ranks; most are of C, and take as long as Python's."""
+    monkeypatch.setattr(
+        trainer_shards,
+        "find_owners",
+        lambda *_: Owners(without_mirrors(SHARES[: world.size]), frozenset(), True, ""),
+    )
+    layers = [nn.Linear(4, 4) for _ in range(100)]
+    model = nn.Sequential(*layers)
+    calls = []
+    for module in (copy.deepcopy(model), DistributedDataParallel(model)):
+        optimizer = adamw(module.parameters(), foreach=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with cProfile.Profile() as profile:
+                module(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+        calls.append(sum(entry.callcount for entry in profile.getstats()))
+    parameters = 2 * len(layers)
+    assert (calls[1] - calls[0]) / parameters <= 80
 
 
 def test_a_thread_beside_a_forward_is_refused(world, installed, monkeypatch):
