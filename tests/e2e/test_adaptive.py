@@ -485,9 +485,10 @@ for calls in first, second:
             "after 1 optimizer steps the ranks come to different calls: backward() on rank 0, "
             "backward() under no_sync() on rank 1; give every rank as many micro-batches",
         ),
-        (
+        pytest.param(
             ("bbs,bbs", "bbs,bs"),
             "calls: backward() on rank 0, optimizer.step() on rank 1; give every rank",
+            marks=thorough,
         ),
         pytest.param(
             ("bs,bs", "bs,b"),
