@@ -22,7 +22,8 @@ from kaitian_mpi.train.measure.allreduce import choose_allreduce
 from kaitian_mpi.train.measure.plan import FROM_BENCHMARK, Plan, excluded_line
 from kaitian_mpi.train.measure.rank_benchmark import record_allreduce, show_benchmark
 from kaitian_mpi.train.membership import RankLoss
-from kaitian_mpi.train.observers import Events, Metrics, Presence
+from kaitian_mpi.train.observers import Events, Metrics
+from kaitian_mpi.train.presence import Presence
 from kaitian_mpi.train.progress import count_steps
 from kaitian_mpi.train.rebalancing import Balancing, record_plan
 from kaitian_mpi.train.run import Run, buckets_to_measure
