@@ -203,7 +203,8 @@ def losses_of(layout):
     ("layout", "devices"),
     [
         *((layout, "vendor,vendor") for layout in ("replicate", "shard", "pipeline")),
-        ("pipeline", "vendor,cpu"),  # whose groups communicate through host memory anyway
+        # Whose groups communicate through host memory anyway.
+        pytest.param("pipeline", "vendor,cpu", marks=pytest.mark.thorough),
     ],
 )
 def test_a_training_without_the_library_has_the_numbers_of_one_with_it(layout, devices):
