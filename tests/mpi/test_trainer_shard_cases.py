@@ -28,3 +28,12 @@ def test_a_random_loop_trains_as_one_process(world, seed):
     outcome = run(case, world)
     assert not isinstance(outcome, str), outcome
     assert outcome < case.tolerance
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_rank_reads_alone_between_a_backward_and_its_step(world):
+    """The others' steps, which change what it reads, wait for it."""
+    case = draw(2274, world.size)
+    for step in case.steps:
+        step |= {"reads_before_step": True, "clip": ""}  # clipping waits, too
+    assert run(case, world) < case.tolerance

@@ -248,12 +248,18 @@ class OwnedModel:
         self._begin_backward(self._returned[number], gradient)
 
     def before_step(self) -> None:
-        """Let this rank's rows follow what the script has done to parameters and gradients."""
+        """Let this rank's rows follow what the script has done to parameters and gradients.
+
+        Waits until all ranks come to their step: one that is still before it may read these rows,
+        which the step changes. Collective.
+        """
         if self.sums is None:
             self._gradients.cleared()  # none that the script has set
             return
         _check_no_backward(self.sums, self._world.rank, self.rows.steps)
-        self._check_values()
+        self._announce(ScriptCall.STEP)
+        with self._calls.waiting("the other ranks' step"):
+            self._check_values()
         self.rows.follow_data()
         self.follow_cleared()
 
@@ -274,7 +280,6 @@ class OwnedModel:
     def after_step(self) -> None:
         """Give all ranks the new values of whole parameters. Collective."""
         if self.sums is not None:
-            self._announce(ScriptCall.STEP)
             self.sums.share_values()
 
     def _begin_backward(self, syncs: bool, _: torch.Tensor) -> None:
