@@ -32,6 +32,7 @@ _START_LIMIT_SEC = 600.0
 _start_watch: subprocess.Popen[bytes] | None = None
 # Pairs of (ends_work, close), called from the last to the first.
 _closers: list[tuple[bool, Callable[[], None]]] = []
+_finalize_mpi: Callable[[], None] | None = None  # mpi4py's own, if only `_finalize` calls it
 # A forked child must not close the parent's threads and its connections to other ranks.
 os.register_at_fork(after_in_child=_closers.clear)
 
@@ -48,10 +49,12 @@ def initialize_mpi() -> MPI.Intracomm:
     reduce_timer_slack()
     launcher.prepare_environment(os.environ, launch, len(usable_cores()))
     try:
-        _take_over_finalize()
+        takes_over = _take_over_finalize()
         watch_start()
         with _ended_by_signals():
             from mpi4py import MPI
+        if takes_over:
+            _postpone_finalize()
         end_start_watch()
     except (ImportError, RuntimeError) as error:
         raise UserError(
@@ -145,14 +148,28 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _take_over_finalize() -> None:
-    """Finalize MPI when this process exits; mpi4py would also do it in forks, and hang."""
+def _take_over_finalize() -> bool:
+    """Finalize MPI when this process exits; mpi4py would also do it in forks, and hang.
+
+    Returns whether mpi4py has not decided it.
+    """
     import mpi4py
 
-    if "mpi4py.MPI" not in sys.modules and mpi4py.rc.finalize is None:
-        mpi4py.rc.finalize = False
-        # Registered before everything that uses MPI, so it is called last.
-        atexit.register(_finalize, os.getpid())
+    if "mpi4py.MPI" in sys.modules or mpi4py.rc.finalize is not None:
+        return False
+    mpi4py.rc.finalize = False
+    # Registered before everything that uses MPI, so it is called last.
+    atexit.register(_finalize, os.getpid())
+    return True
+
+
+def _postpone_finalize() -> None:
+    """Let a script's own `MPI.Finalize()` do nothing yet: threads, and what ends it, use MPI."""
+    global _finalize_mpi
+    from mpi4py import MPI
+
+    _finalize_mpi = MPI.Finalize
+    MPI.Finalize = lambda: None
 
 
 def _finalize(pid: int) -> None:
@@ -161,8 +178,9 @@ def _finalize(pid: int) -> None:
         return
     from mpi4py import MPI
 
+    assert _finalize_mpi is not None
     if not ulfm.is_enabled() or ulfm.are_all_alive(MPI.COMM_WORLD):
-        MPI.Finalize()
+        _finalize_mpi()
 
 
 def is_mpi_running() -> bool:
