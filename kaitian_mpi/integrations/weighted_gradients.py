@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree
 
-from kaitian_mpi.errors import UnsupportedError, UserError
+from kaitian_mpi.errors import UserError
 
 _MAX_COPIED = 1 << 16
 
@@ -110,7 +110,7 @@ class _WeightGradient(torch.autograd.Function):
         ctx.weight.backward_begun()
         torch.autograd.Variable._execution_engine.queue_callback(ctx.weight.backward_done)
         if torch.is_grad_enabled():
-            raise UnsupportedError(
+            raise UserError(
                 "--adaptive does not support gradients of gradients (create_graph=True), as a "
                 "rank's are weighted by its rows; leave out --adaptive"
             )

@@ -396,8 +396,11 @@ model = torch.nn.Linear(400, 400)
 ddp = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(ddp.parameters())
 ddp(torch.ones(3, 400)).sum().backward()
-if sys.argv[1:]:
+if "reads" in sys.argv:
     model.weight.grad.norm()
+if "replaces" in sys.argv:
+    model.weight = torch.nn.Parameter(torch.ones(400, 400))
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
 optimizer.step()
 print("stepped", flush=True)
 """
@@ -419,12 +422,19 @@ def test_the_layout_follows_from_the_memory_and_then_from_the_time(mpirun, memor
     assert ended.out.count("stepped") == 2
 
 
-def test_a_read_gradient_is_an_error_of_a_line(mpirun):
+@pytest.mark.parametrize(
+    ("mistake", "advice"),
+    [
+        ("reads", "use torch.nn.utils.clip_grad_norm_ or get_total_norm"),
+        ("replaces", "again after parameters were added, removed or replaced; do that before"),
+    ],
+)
+def test_a_mistake_is_an_error_of_a_line(mpirun, mistake, advice):
     flags = "--layout shard --backend-override gloo,nccl".split()
-    ended = mpirun(2, "kaitian-run", *flags, "script.py", "reads", script=DDP_LOOP, code=2)
+    ended = mpirun(2, "kaitian-run", *flags, "script.py", mistake, script=DDP_LOOP, code=2)
     lines = {line for line in ended.err.splitlines() if "--layout shard" in line}
     assert len(lines) == 1
-    assert "use torch.nn.utils.clip_grad_norm_ or get_total_norm" in lines.pop()
+    assert advice in lines.pop()
     assert "Traceback" not in ended.err
 
 

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
 from kaitian_mpi.distributed.gradients import sum_on_host
-from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.remote_gradient import RemoteGradient
 from kaitian_mpi.integrations.shard.replaced import replace_all
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
@@ -55,7 +55,7 @@ def _total_norm(stock: Any, shards: TrainerShards) -> Any:
         if not remote:
             return stock(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
         if norm_type <= 0:
-            raise UnsupportedError(
+            raise UserError(
                 f"--layout shard does not support norms of order {norm_type}; use a positive order"
             )
         others = [tensor for tensor in tensors if not isinstance(tensor, RemoteGradient)]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 
 from kaitian_mpi.devices.memory_limit import unlimited
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
-from kaitian_mpi.errors import UnsupportedError
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.host_parameters import is_large
 from kaitian_mpi.integrations.shard.layout_choice import replicates
 from kaitian_mpi.integrations.shard.replaced import replace_all
@@ -119,7 +119,7 @@ def _is_watched(ddp: DistributedDataParallel) -> bool:
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
     def call(*_: Any, **__: Any) -> NoReturn:
-        raise UnsupportedError(f"--layout shard does not support DDP's {name}; remove it")
+        raise UserError(f"--layout shard does not support DDP's {name}; remove it")
 
     return call
 
@@ -128,37 +128,33 @@ def _check(ddp: DistributedDataParallel, ranks: int) -> None:
     """Refuse a DDP whose gradients cannot be summed to owners."""
     group: Any = ddp.process_group
     if not _has_sums(ddp):
-        raise UnsupportedError(
+        raise UserError(
             "--layout shard needs a process group of kaitian's; add --backend-override with the "
             "backends that the script names, such as gloo,nccl"
         )
     if group.size() != ranks:
-        raise UnsupportedError(
+        raise UserError(
             f"--layout shard needs DDP over all {ranks} ranks, not {group.size()}; give DDP no "
             "process_group of its own"
         )
     if ddp.mixed_precision is not None:
-        raise UnsupportedError(
-            "--layout shard does not support DDP's mixed_precision; use torch.autocast"
-        )
+        raise UserError("--layout shard does not support DDP's mixed_precision; use torch.autocast")
     if ddp._delay_all_reduce_params:
-        raise UnsupportedError(
-            "--layout shard does not support delay_all_reduce_named_params; remove it"
-        )
+        raise UserError("--layout shard does not support delay_all_reduce_named_params; remove it")
     for name, module in ddp.module.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise UnsupportedError(
+            raise UserError(
                 f"--layout shard does not support max_norm of an embedding: {name}; each rank "
                 "would scale the rows of its own batch; limit the norms after optimizer.step()"
             )
     for name, parameter in ddp.module.named_parameters():
         if parameter.requires_grad and name in ddp.parameters_to_ignore:
-            raise UnsupportedError(
+            raise UserError(
                 f"--layout shard does not support a parameter that DDP ignores: {name}; freeze it, "
                 "or let DDP sum its gradient"
             )
         if parameter.requires_grad and parameter.is_complex():
-            raise UnsupportedError(
+            raise UserError(
                 f"--layout shard does not support complex parameters: {name}; give --layout "
                 "replicate"
             )

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.pending_parameter import is_compiling
 from kaitian_mpi.distributed.sharded_model import IS_COMPILED
-from kaitian_mpi.errors import UnsupportedError, UserError
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.budget import Owners
 from kaitian_mpi.integrations.shard.early_state_dicts import EarlyStateDicts
 from kaitian_mpi.integrations.shard.open_gathering import OpenGathering
@@ -287,7 +287,7 @@ class OwnedModel:
         if self.sums.is_armed:
             return
         if torch.is_grad_enabled():
-            raise UnsupportedError(
+            raise UserError(
                 "--layout shard does not support gradients of gradients (create_graph=True); "
                 "give --layout replicate"
             )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from kaitian_mpi.errors import UnsupportedError, UserError
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
 from kaitian_mpi.integrations.shard.owned_rows import copied_rows
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
@@ -81,11 +81,11 @@ class OwnedOptimizer:
         """Check that an optimizer's parameters can be divided.
 
         Raises:
-            UnsupportedError: it steps parameters together.
+            UserError: it steps parameters together.
         """
         name = type(optimizer).__name__
         if any(name.startswith(refused) for refused in _REFUSED):
-            raise UnsupportedError(
+            raise UserError(
                 f"--layout shard does not support {name}: its step is not of one parameter at a "
                 "time; use another optimizer, or leave out --layout shard"
             )

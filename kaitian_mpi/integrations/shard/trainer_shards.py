@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from kaitian_mpi.devices.memory_limit import unlimited
-from kaitian_mpi.errors import UnsupportedError, UserError
+from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, emulated, find_owners
 from kaitian_mpi.integrations.shard.early_state_dicts import EarlyStateDicts
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
@@ -88,14 +88,20 @@ class TrainerShards:
         A model that is wrapped again keeps those that it has.
 
         Raises:
-            UnsupportedError: some of its parameters are of another model.
+            UserError: some of its parameters are of another model, or were other ones.
         """
         parameters = [*ddp.module.parameters()]
         owned_models = {id(m): m for p in parameters if (m := self.model_of(p))}
         if owned_models:
             model, *others = owned_models.values()
-            if others or [*map(id, model.parameters)] != [*map(id, parameters)]:
-                raise UnsupportedError(
+            is_alike = [*map(id, model.parameters)] == [*map(id, parameters)]
+            if not is_alike and model.module is ddp.module:
+                raise UserError(
+                    "--layout shard: a model was wrapped in DistributedDataParallel again after "
+                    "parameters were added, removed or replaced; do that before it is first wrapped"
+                )
+            if others or not is_alike:
+                raise UserError(
                     "--layout shard does not support parameters in two models of "
                     "DistributedDataParallel; wrap the whole model once"
                 )
