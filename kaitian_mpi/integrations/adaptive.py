@@ -128,7 +128,8 @@ class Adaptive:
 
                 weight_losses(self._weights, self.forwards.step_of)
             model.register_forward_pre_hook(_WatchBegin(), with_kwargs=True)
-            model.register_forward_hook(_ForwardHook(), with_kwargs=True)
+            # First, as a look at the loss's graph must not call hooks that others give the outputs.
+            model.register_forward_hook(_ForwardHook(), with_kwargs=True, prepend=True)
             model.register_forward_hook(_ForwardEnd(), always_call=True)
             hook_by_name(model)
 

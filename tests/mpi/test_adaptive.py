@@ -26,6 +26,8 @@ from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.integrations import losses
 from kaitian_mpi.integrations.adaptive import install
 from kaitian_mpi.integrations.planned_batches import PlannedBatchSampler
+from kaitian_mpi.integrations.shard.budget import LayoutSettings
+from kaitian_mpi.integrations.shard.install import Installed
 
 pytestmark = pytest.mark.sizes(3)
 
@@ -405,6 +407,14 @@ def test_what_cannot_be_adapted_is_refused_on_every_rank(adaptive, case):
     build, options, message = REFUSED[case]
     with pytest.raises(AgreedError, match=message):
         train(build(), adaptive.rank, **{"loss_of": square, **options})
+
+
+def test_what_cannot_be_adapted_is_refused_in_layout_shard(world, adaptive):
+    shards = Installed(world, LayoutSettings(), adaptive.waiting)
+    try:
+        test_what_cannot_be_adapted_is_refused_on_every_rank(adaptive, "own pairs")
+    finally:
+        shards.close()
 
 
 @pytest.mark.parametrize("drop_last", [True, False])

@@ -95,7 +95,7 @@ def _before_step(shards: TrainerShards) -> Any:
             _go_on(around)
             return None
         for model in owned.models:
-            model.before_step()
+            model.passes.before_step()
         owned.enter(optimizer, around)
         args = tuple(_outside(owned, optimizer, argument) for argument in args)
         return args, {name: _outside(owned, optimizer, value) for name, value in kwargs.items()}
@@ -111,7 +111,7 @@ def _after_step(stock: Any, shards: TrainerShards) -> Any:
         if owned is not None and owned.is_inside:
             around = owned.end_step(optimizer)
             for model in owned.models:
-                model.after_step()
+                model.passes.after_step()
             _go_on(around)
 
     return end
@@ -138,7 +138,7 @@ def _outside(owned: OwnedOptimizer, optimizer: Optimizer, argument: Any) -> Any:
                 return argument()
         finally:
             for model in owned.models:
-                model.before_step()
+                model.passes.before_step()
             owned.enter(optimizer)
 
     return call

@@ -1,7 +1,7 @@
 """Layout shard in a script's own trainer: what `kaitian-run --layout shard` installs.
 
 Every trainer passes three places of torch. `DistributedDataParallel` gives each gradient's rows to
-the ranks that own them, in place of all gradients to all (extend_ddp.py, owned_model.py). The
+the ranks that own them, in place of all gradients to all (extend_ddp.py, model_passes.py). The
 optimizers step, and keep state for, this rank's rows only (extend_optimizers.py,
 owned_optimizer.py). Whoever reads the whole state alone is answered by the owners (owner_reads.py).
 """

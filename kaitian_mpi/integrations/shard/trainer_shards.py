@@ -138,13 +138,13 @@ class TrainerShards:
             return
         if not model.has_owners:
             self._assign(model)
-        model.begin_forward(ddp.require_backward_grad_sync)
+        model.passes.begin_forward(ddp)
 
     def end_forward(self, ddp: DistributedDataParallel, output: Any) -> None:
         """Watch the output of a forward; None if it has failed."""
         model = self._models.get(ddp)
         if model is not None and torch.is_grad_enabled():
-            model.end_forward(output)
+            model.passes.end_forward(output)
 
     def own(self, optimizer: Optimizer) -> OwnedOptimizer | None:
         """Return this rank's side of an optimizer, from now on if it steps a model in a DDP.
@@ -182,7 +182,7 @@ class TrainerShards:
                 rows.append(parameter)
                 continue
             if id(model) not in followed:
-                model.follow_cleared()
+                model.passes.follow_cleared()
                 followed.add(id(model))
             rows += model.rows.of(model.number(parameter))
         return rows
