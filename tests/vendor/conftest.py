@@ -33,7 +33,7 @@ LAYOUTS = {
     4: [
         ("vendor,cpu,vendor,vendor2", "hccl"),
         pytest.param(("vendor,vendor2,vendor2,vendor", "mccl"), marks=pytest.mark.thorough),
-        ("vendor,vendor,vendor,vendor", "nccl"),
+        pytest.param(("vendor,vendor,vendor,vendor", "nccl"), marks=pytest.mark.thorough),
     ],
 }
 
