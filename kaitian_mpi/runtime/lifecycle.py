@@ -178,9 +178,8 @@ def _finalize(pid: int) -> None:
         return
     from mpi4py import MPI
 
-    assert _finalize_mpi is not None
     if not ulfm.is_enabled() or ulfm.are_all_alive(MPI.COMM_WORLD):
-        _finalize_mpi()
+        (_finalize_mpi or MPI.Finalize)()
 
 
 def is_mpi_running() -> bool:

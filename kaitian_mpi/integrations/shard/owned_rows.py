@@ -119,13 +119,12 @@ class OwnedRows:
         Raises:
             UserError: they have another dtype or shape now.
         """
-        changed = set[int]()
+        changed: dict[int, Hashable] = {}
         for number in self._parts_of:
             if number not in self._sharded:
                 layout = _layout(self._parameters[number])
                 if self._layouts.get(number) != layout:
-                    self._layouts[number] = layout
-                    changed.add(number)
+                    changed[number] = layout
         for part, target in self.targets.items() if changed else ():
             if part.parameter in changed:
                 rows = rows_of_part(self._parameters[part.parameter], part)
@@ -137,6 +136,7 @@ class OwnedRows:
                     )
                 if rows.data_ptr() != target.data_ptr():
                     target.data = rows
+        self._layouts.update(changed)
 
     def clear(self, numbers: set[int]) -> None:
         """Clear the gradients of this rank's rows of some parameters. Not collective."""
