@@ -314,7 +314,7 @@ def save(model, optimizer, path):
 
 def own_rows(owned, optimizer):
     """Return copies of a rank's rows of all parameters, and of their states."""
-    state = optimizer.own_state()
+    state = optimizer.state.current
     return [
         (number, name, part.begin, part.end, value.detach().clone())
         for number in range(len(owned.parameters))

@@ -16,8 +16,14 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, emulated, find_owners
 from kaitian_mpi.integrations.shard.early_state_dicts import EarlyStateDicts
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
-from kaitian_mpi.integrations.shard.owned_optimizer import OwnedOptimizer, Step, parameters_of
+from kaitian_mpi.integrations.shard.owned_optimizer import (
+    OwnedOptimizer,
+    Step,
+    check_steps_by_parameter,
+    parameters_of,
+)
 from kaitian_mpi.integrations.shard.owned_rows import FIRST, MODEL, OPTIMIZER, OwnedRows
+from kaitian_mpi.integrations.shard.owned_state import OwnedState
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
 from kaitian_mpi.integrations.shard.placement import Placement
 from kaitian_mpi.integrations.shard.script_calls import ScriptCalls
@@ -59,7 +65,7 @@ class TrainerShards:
         self._created: list[weakref.ref[Optimizer]] = []
         self._owned = weakref.WeakKeyDictionary[Optimizer, OwnedOptimizer]()
         # By what is read, and in the order in which it became owned, which is that of all ranks.
-        self._served: dict[int, list[OwnedRows | OwnedOptimizer | None]] = {
+        self._served: dict[int, list[OwnedRows | OwnedState | None]] = {
             MODEL: [],
             OPTIMIZER: [],
         }
@@ -159,11 +165,11 @@ class TrainerShards:
         if owned is None:
             if not models:
                 return None
-            OwnedOptimizer.check(optimizer)
+            check_steps_by_parameter(optimizer)
             index = len(self._served[OPTIMIZER])
             owned = OwnedOptimizer(index, self.model_of)
             self._owned[optimizer] = owned
-            self._served[OPTIMIZER].append(owned)
+            self._served[OPTIMIZER].append(owned.state)
             weakref.finalize(optimizer, self._deleted.append, (OPTIMIZER, index)).atexit = False
         owned.follow(optimizer, models)
         if not owned.has_begun and all(model.has_owners for model in owned.models):
@@ -222,7 +228,7 @@ class TrainerShards:
             and any(self.model_of(parameter) is model for parameter in parameters_of(optimizer))
         ]
         for optimizer in optimizers:
-            OwnedOptimizer.check(optimizer)
+            check_steps_by_parameter(optimizer)
         world = emulated(self.settings, self.world, model.module)
         with unlimited():  # until the rows that others own are freed
             owners = find_owners(self.settings, world, model.module, optimizers)
@@ -250,7 +256,7 @@ class TrainerShards:
     def _backward_done(self) -> None:
         """Free what is older than this backward, which no rank reads any more."""
         for owned in self._owned.values():
-            owned.end_backward()
+            owned.state.end_backward()
         while self._deleted:
             kind, index = self._deleted.pop()
             self._served[kind][index] = None
@@ -259,7 +265,7 @@ class TrainerShards:
         return self.reads.read(0, FIRST, *numbers)
 
     def _serve(self, kind: int, index: int, *numbers: int) -> Any:
-        """Answer another rank: see the `serve` of OwnedRows, OwnedOptimizer and Placement."""
+        """Answer another rank: see the `serve` of OwnedRows, OwnedState and Placement."""
         if kind == FIRST:
             return self.placement.serve(index, *numbers)
         served = self._served[kind]
