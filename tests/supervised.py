@@ -1,17 +1,20 @@
-"""A machine that exists only on paper, for the supervisor of a job."""
+"""A job and its hosts that exist only on paper, for a supervisor."""
 
 import json
 
+from kaitian_mpi.supervise.job_snapshots import JobSnapshots
+from kaitian_mpi.supervise.supervisor import supervise
 
-class FakeMachine:
-    """Records what a supervisor asks of it; `run` is a test's own."""
+
+class FakeRunner:
+    """Records what a supervisor asks of the job's runner and its hosts; `run` is a test's own."""
 
     def __init__(self, folder):
         self.folder = folder
         self.clock = self.stopped = 0
         self.silent = set()
         """The hosts that do not answer."""
-        self.reports, self.pauses, self.saves, self.removed = [], [], [], []
+        self.reports, self.pauses, self.saves, self.removed, self.stale = [], [], [], [], []
         self.disk_is_full = False
 
     def replace_job(self, job):
@@ -31,16 +34,31 @@ class FakeMachine:
     def now(self):
         return self.clock
 
-    def lost(self, hosts):
-        return frozenset(host.name for host in hosts) & self.silent
-
-    def save_snapshot(self):
-        self.saves.append(not self.disk_is_full)
-        return not self.disk_is_full
-
-    def remove_snapshots(self, hosts):
-        self.removed.append([host.name for host in hosts])
+    def lost_hosts(self, hosts):
         return frozenset(host.name for host in hosts) & self.silent
 
     def report(self, text):
         self.reports.append(text)
+
+    def supervise(self, job, max_restarts=3, changes=None):
+        snapshots = FakeSnapshots(job, self)
+        return supervise(job, self, self, snapshots, max_restarts, changes)
+
+
+class FakeSnapshots(JobSnapshots):
+    """Those of a fake runner's hosts."""
+
+    def __init__(self, job, runner):
+        super().__init__(job, runner, runner.report)
+        self._runner = runner
+
+    def _save(self):
+        self._runner.saves.append(not self._runner.disk_is_full)
+        return not self._runner.disk_is_full
+
+    def _remove(self, hosts):
+        self._runner.removed.append([host.name for host in hosts])
+        return frozenset(host.name for host in hosts) & self._runner.silent
+
+    def remove_stale(self, hosts):
+        self._runner.stale += [[host.name for host in hosts]] if hosts else []

@@ -31,7 +31,8 @@ from kaitian_mpi.supervise.environments import (
 )
 from kaitian_mpi.supervise.hosts import Host
 from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile
-from kaitian_mpi.supervise.machine import Machine
+from kaitian_mpi.supervise.job_runner import JobRunner
+from kaitian_mpi.supervise.job_snapshots import JobSnapshots
 from kaitian_mpi.supervise.mpirun_command import (
     FOLDERS,
     RUN,
@@ -42,6 +43,7 @@ from kaitian_mpi.supervise.mpirun_command import (
 )
 from kaitian_mpi.supervise.remote_hosts import SECONDS as ANSWER_SEC
 from kaitian_mpi.supervise.remote_hosts import PendingAnswer, find_agent, is_local, is_own_name
+from kaitian_mpi.supervise.remote_shell import RemoteShell
 from kaitian_mpi.supervise.starts import JobCommand, command_on, interpreter_of
 from kaitian_mpi.supervise.supervisor import supervise
 from kaitian_mpi.train.summary import NAME
@@ -75,9 +77,10 @@ def main() -> None:
         if hosts_file is not None:
             ask = partial(ask_host, agent, job)
             changes = HostChanges(hosts_file, ask, _log.info, options.host_backoff)
-        limits = (options.probe_seconds, options.hang_seconds)
-        with Machine(job, agent, *limits) as machine:
-            code = supervise(job, machine, options.max_restarts, changes)
+        shell = RemoteShell(agent, options.probe_seconds)
+        with JobRunner(job, shell, options.hang_seconds) as runner:
+            snapshots = JobSnapshots(job, shell, runner.report)
+            code = supervise(job, runner, shell, snapshots, options.max_restarts, changes)
         with suppress(OSError):  # removed only if nothing else was written to it
             if job.command.program == RUN:
                 (job.folder / NAME).unlink(missing_ok=True)

@@ -216,22 +216,6 @@ def probe_command(
     return [*words, f"{host.user}@{host.name}" if host.user else host.name, *remote]
 
 
-def run_on(
-    agent: Sequence[str], hosts: Sequence[Host], words: Sequence[str], seconds: float
-) -> dict[str, int]:
-    """Run a command, whose words a remote shell interprets, on all these hosts at once.
-
-    Returns:
-        Its exit code by host name, `NO_ANSWER` for a host that cannot be reached in time. Empty if
-        there is no agent: then mpirun reaches the hosts in another way.
-    """
-    if not hosts or shutil.which(agent[0]) is None:
-        return {}
-    commands = {host.name: probe_command(agent, host, seconds, words) for host in hosts}
-    codes = {name: ended.code for name, ended in run_all(commands, seconds).items()}
-    return {name: NO_ANSWER if code is None else code for name, code in codes.items()}
-
-
 def is_own_name(name: str) -> bool:
     """Return whether a name is this machine's, without asking a name server."""
     hostname = socket.gethostname()

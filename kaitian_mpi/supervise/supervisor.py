@@ -10,10 +10,11 @@ from pathlib import Path
 
 from kaitian_mpi.errors import StorageError, UserError
 from kaitian_mpi.observe.files import read_json
-from kaitian_mpi.observe.folders import SHM
 from kaitian_mpi.preflight.verdict import count_text, list_names
 from kaitian_mpi.supervise.hosts_file import HostChanges
-from kaitian_mpi.supervise.machine import Machine
+from kaitian_mpi.supervise.job_runner import JobRunner
+from kaitian_mpi.supervise.job_snapshots import JobSnapshots
+from kaitian_mpi.supervise.remote_shell import RemoteShell
 from kaitian_mpi.supervise.starts import JobCommand, Start, plan_start
 from kaitian_mpi.train.summary import NAME, Summary
 
@@ -56,7 +57,12 @@ def read_state(folder: Path) -> RunState:
 
 
 def supervise(
-    job: JobCommand, machine: Machine, max_restarts: int, changes: HostChanges | None = None
+    job: JobCommand,
+    runner: JobRunner,
+    shell: RemoteShell,
+    snapshots: JobSnapshots,
+    max_restarts: int,
+    changes: HostChanges | None = None,
 ) -> int:
     """Run a job to its end.
 
@@ -72,7 +78,7 @@ def supervise(
         if the results cannot be written; otherwise mpirun's last code, with 1 in place of 0.
     """
     code = 1
-    supervisor = _Supervisor(job, machine, max_restarts + 1, changes)
+    supervisor = _Supervisor(job, runner, shell, snapshots, max_restarts + 1, changes)
     try:
         code = supervisor.run()
     finally:
@@ -84,16 +90,22 @@ class _Supervisor:
     """The state between the starts of one job."""
 
     def __init__(
-        self, job: JobCommand, machine: Machine, max_starts: int, changes: HostChanges | None
+        self,
+        job: JobCommand,
+        runner: JobRunner,
+        shell: RemoteShell,
+        snapshots: JobSnapshots,
+        max_starts: int,
+        changes: HostChanges | None,
     ) -> None:
         self._job = job
-        self._machine = machine
+        self._runner = runner
+        self._shell = shell
+        self._snapshots = snapshots
         self._max_starts = max_starts
         self._changes = changes
         self._first = read_state(job.folder)
         self._left_out: frozenset[str] = frozenset()
-        self._ever_left_out: set[str] = set()
-        self._ever_remote = {host.name: host for host in job.remote}
         self._idle = 0  # consecutive starts without progress
         self._quick = 0  # consecutive starts on the same hosts that failed immediately
         self._trained_on: set[str] | None = None  # the hosts of the last start that trained
@@ -102,22 +114,22 @@ class _Supervisor:
         self._check_at = 0.0
 
     def run(self) -> int:
-        machine = self._machine
+        runner = self._runner
         number = failures = 1
         while True:
             before = read_state(self._job.folder)
             code, is_moved = self._start(number, before)
             state = read_state(self._job.folder)
             if state.has_finished_since(before):
-                machine.report(f"finished after {count_text(number, 'start')}")
+                runner.report(f"finished after {count_text(number, 'start')}")
                 return 0
-            if machine.stopped:
+            if runner.stopped:
                 return self._end_by_signal()
             has_trained = state.is_beyond(before)
             if code == UserError.exit_code and not has_trained and not self._joined:
                 return code
             if code == StorageError.exit_code:
-                machine.report("not started again: the job could not write its results, see above")
+                runner.report("not started again: the job could not write its results, see above")
                 return code
             if is_moved or self._joined:
                 self._idle = self._quick = 0
@@ -126,42 +138,22 @@ class _Supervisor:
             else:
                 if failures == self._max_starts or self._quick == _MAX_QUICK:
                     return self._give_up(number, code)
-                machine.report(f"mpirun ended with code {code}, and the job is not finished")
+                runner.report(f"mpirun ended with code {code}, and the job is not finished")
                 failures += 1
             if not self._choose_hosts():
-                return self._end_by_signal() if machine.stopped else 1
-            if self._idle > 1 and not machine.stopped:
-                machine.pause(_PAUSE_SEC)
-            if machine.stopped:
+                return self._end_by_signal() if runner.stopped else 1
+            if self._idle > 1 and not runner.stopped:
+                runner.pause(_PAUSE_SEC)
+            if runner.stopped:
                 return self._end_by_signal()
             number += 1
 
     def close(self, code: int) -> None:
-        """Remove snapshots that are no longer needed from the hosts' memory.
-
-        A finished run removes its own snapshots, except on hosts that were left out.
-        """
-        job = self._job
-        machine = self._machine
-        config = job.config
+        """Stop following the hosts, and remove snapshots that are no longer needed."""
         if self._changes is not None:
             self._changes.close()
-            machine.withdraw_request()
-        if not job.owns_snapshots:
-            return
-        if code and not machine.save_snapshot():
-            machine.report(
-                f"the newest state is still in memory ({SHM}): make room on the disk, and run "
-                f"the same command with --run-dir {config.run_dir} --resume auto "
-                f"--snapshots {config.snapshots}"
-            )
-            return
-        remote = self._ever_remote
-        hosts = [remote[name] for name in remote if code or name in self._ever_left_out]
-        if missed := machine.remove_snapshots(hosts):
-            machine.report(
-                f"{SHM}/kaitian-{config.snapshots}-* may be left on {list_names(sorted(missed))}"
-            )
+            self._runner.withdraw_request()
+        self._snapshots.end(code)
 
     def _start(self, number: int, before: RunState) -> tuple[int, bool]:
         """Start the job, wait for its end, and record whether it made progress.
@@ -169,27 +161,27 @@ class _Supervisor:
         Returns:
             mpirun's exit code, and whether the job ended on request.
         """
-        machine = self._machine
+        runner = self._runner
         changes = self._changes
         start = self._plan(before, self._job.folder / f"hostfile-start-{number}")
         limit = f" of {self._max_starts}" if changes is None else ""
-        machine.report(f"start {number}{limit}: {start.shape}")
-        began = machine.now()
+        runner.report(f"start {number}{limit}: {start.shape}")
+        began = runner.now()
         self._is_asked = False
         if changes is None:
-            code = machine.run(start.words)
+            code = runner.run(start.words)
         else:
-            machine.withdraw_request()
+            runner.withdraw_request()
             changes.begin()
-            code = machine.run(start.words, partial(self._watch, before, changes))
-        is_refused = changes is not None and machine.withdraw_request()
+            code = runner.run(start.words, partial(self._watch, before, changes))
+        is_refused = changes is not None and runner.withdraw_request()
         if read_state(self._job.folder).is_beyond(before):
             self._idle = self._quick = 0
             self._joined = set()
             self._trained_on = {host.name for host in self._job.left(self._left_out)}
         else:
             self._idle += 1
-            self._quick = self._quick + 1 if machine.now() - began < _QUICK_SEC else 0
+            self._quick = self._quick + 1 if runner.now() - began < _QUICK_SEC else 0
         # mpirun's code is not 0 if a rank was lost earlier, which the job has survived.
         return code, self._is_asked and (code == 0 or not is_refused)
 
@@ -212,68 +204,67 @@ class _Supervisor:
 
         A job without steps yet has nothing to save, so it is not asked.
         """
-        machine = self._machine
-        now = machine.now()
+        runner = self._runner
+        now = runner.now()
         if now < self._check_at:
             return
         self._check_at = now + _CHECK_SEC
         is_due = changes.poll(now) and not self._is_asked
         if is_due and read_state(self._job.folder).is_beyond(before):
             names = list_names([host.name for host in changes.wanted])
-            machine.report(f"asking the job to save and end, to start it again on {names}")
+            runner.report(f"asking the job to save and end, to start it again on {names}")
             self._is_asked = True
-            machine.request_restart()
+            runner.request_restart()
 
     def _lose(self, names: set[str] | frozenset[str], why: str) -> None:
         if self._changes is not None:
-            self._changes.lose(names, self._machine.now(), why)
+            self._changes.lose(names, self._runner.now(), why)
         else:
             for name in sorted(names):
-                self._machine.report(f"host {name} {why}")
+                self._runner.report(f"host {name} {why}")
 
     def _choose_hosts(self) -> bool:
         """Choose the next start's hosts; return whether there are any."""
-        machine = self._machine
+        runner = self._runner
         changes = self._changes
         before = self._left_out
         if changes is None:
             if not self._job.remote:
                 return True
             # All remote hosts, including lost ones, which may be back.
-            self._left_out = machine.lost(self._job.remote)
+            self._left_out = self._shell.lost_hosts(self._job.remote)
             self._lose(self._left_out, "does not answer")
         else:
             self._job = self._job.with_hosts(changes.file.hosts)
-            machine.replace_job(self._job)
+            runner.replace_job(self._job)
             wanted_names = {host.name for host in changes.wanted}
-            lost = machine.lost([host for host in self._job.remote if host.name in wanted_names])
+            wanted = [host for host in self._job.remote if host.name in wanted_names]
+            lost = self._shell.lost_hosts(wanted)
             self._lose(lost, "does not answer")
             self._left_out = changes.left_out
-        remote = {host.name: host for host in self._job.remote}
-        self._ever_left_out |= self._left_out | (self._ever_remote.keys() - remote.keys())
-        self._ever_remote |= remote
+        self._snapshots.follow_hosts(self._job.remote, self._left_out)
         if self._left_out != before:
             self._quick = 0  # the next start uses other hosts
         names = {host.name for host in self._job.left(self._left_out)}
         if not names:
-            machine.report("no host is left")
+            runner.report("no host is left")
             return False
         if changes is not None and self._trained_on is not None:
             self._trained_on &= names  # hosts that come back later join
             self._joined = names - self._trained_on
-            machine.remove_stale_snapshots([remote[name] for name in self._joined & remote.keys()])
+            self._snapshots.remove_stale([h for h in self._job.remote if h.name in self._joined])
         return True
 
     def _give_up(self, number: int, code: int) -> int:
         is_quick = self._quick == _MAX_QUICK
         reason = " (the last two failed immediately, on the same hosts)" if is_quick else ""
-        self._machine.report(
+        self._runner.report(
             f"gave up after {count_text(number, 'start')}{reason}; "
             f"mpirun's last exit code was {code}"
         )
         return code or 1
 
     def _end_by_signal(self) -> int:
-        number = self._machine.stopped
-        self._machine.report(f"ended by {signal.Signals(number).name}; not started again")
+        number = self._runner.stopped
+        self._runner.report(f"ended by {signal.Signals(number).name}; not started again")
         return 128 + number

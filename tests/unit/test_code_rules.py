@@ -139,8 +139,7 @@ NAMES_LAYOUTS = {
     *("distributed/shard_reducer.py", "distributed/sharded_model.py"),
     *("integrations/adaptive_forwards.py", "integrations/convert_experts.py"),
     *("integrations/planned_batches.py", "integrations/planned_loaders.py"),
-    *("integrations/planned_streams.py", "supervise/machine.py"),
-    *("train/summary.py", "train/task.py"),
+    *("integrations/planned_streams.py", "train/summary.py", "train/task.py"),
 }
 
 

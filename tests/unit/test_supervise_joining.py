@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from supervised import FakeMachine
+from supervised import FakeRunner
 
 from kaitian_mpi.cli import supervise as command
 from kaitian_mpi.errors import UserError
@@ -22,19 +22,18 @@ from kaitian_mpi.supervise.hosts_file import HostChanges, HostsFile, parse_hosts
 from kaitian_mpi.supervise.mpirun_command import parse_command
 from kaitian_mpi.supervise.remote_hosts import HostAnswer, PendingAnswer
 from kaitian_mpi.supervise.starts import interpreter_of
-from kaitian_mpi.supervise.supervisor import supervise
 
 TWO = "a slots=2\nb slots=1\n"
 THREE = TWO + "c slots=1\n"
 
 
-class Cluster(FakeMachine):
+class Cluster(FakeRunner):
     """A hosts file, hosts that answer or not, and an mpirun whose jobs train a step a second."""
 
     def __init__(self, folder):
         super().__init__(folder)
         self.text = TWO
-        self.starts, self.asked, self.stale, self.script, self.words = [], [], [], [], []
+        self.starts, self.asked, self.script, self.words = [], [], [], []
         self.is_requested, self.step = False, 0
         file = HostsFile("hosts", self.reports.append, self.read)
         self.changes = HostChanges(file, self.ask, self.reports.append, 60.0)
@@ -88,13 +87,10 @@ class Cluster(FakeMachine):
         was, self.is_requested = self.is_requested, False
         return was
 
-    def remove_stale_snapshots(self, hosts):
-        self.stale += [[host.name for host in hosts]] if hosts else []
-
     def play(self, *script, max_restarts=3):
         """Supervise a job during which things happen, each at a time."""
         self.script = list(script)
-        return supervise(self.job, self, max_restarts, self.changes)
+        return self.supervise(self.job, max_restarts, self.changes)
 
     def hosts_of_starts(self):
         return ["".join(line[0] for line in text.splitlines()) for _, text in self.starts]

@@ -5,14 +5,13 @@ import signal
 from dataclasses import dataclass, replace
 
 import pytest
-from supervised import FakeMachine
+from supervised import FakeRunner
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.supervise.hosts import parse_host_list
 from kaitian_mpi.supervise.mpirun_command import parse_command
 from kaitian_mpi.supervise.starts import JobCommand
-from kaitian_mpi.supervise.supervisor import supervise
 
 
 @dataclass
@@ -27,7 +26,7 @@ class Run:
     signal: int = 0
 
 
-class World(FakeMachine):
+class World(FakeRunner):
     """Plays the planned runs and records the calls."""
 
     def __init__(self, folder, *runs):
@@ -44,9 +43,9 @@ class World(FakeMachine):
             self.write_results(last.step, last.finished)
         return last.code
 
-    def lost(self, hosts):
+    def lost_hosts(self, hosts):
         self.probed.append([host.name for host in hosts])
-        return super().lost(hosts)
+        return super().lost_hosts(hosts)
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def make_job(folder, hosts="a:2,b,c", flags=""):
 
 def outcome(folder, *runs, hosts="a:2,b,c", max_restarts=3):
     world = World(folder, *runs)
-    code = supervise(make_job(folder, hosts), world, max_restarts)
+    code = world.supervise(make_job(folder, hosts), max_restarts)
     assert world.runs == []
     return code, world
 
@@ -112,7 +111,7 @@ def test_a_lost_host_is_excluded_until_it_returns(folder):
 def test_a_full_disk_does_not_cause_a_restart(folder):
     world = World(folder, Run(74, step=5), Run(74, step=9))
     world.disk_is_full = True
-    assert (supervise(make_job(folder), world, 3), len(world.commands)) == (74, 1)
+    assert (world.supervise(make_job(folder)), len(world.commands)) == (74, 1)
     assert world.reports[1:] == [
         "not started again: the job could not write its results, see above",
         "the newest state is still in memory (/dev/shm): make room on the disk, and run the same "
@@ -142,11 +141,11 @@ def test_snapshots_are_removed_if_a_command_cannot_be_started_but_not_those_of_t
     job = replace(make_job(tmp_path / "file/run"), command=command, hostfiles={"hf": "a\nb\nc\n"})
     world = World(tmp_path / "other", Run(lost="b"))
     with pytest.raises(UserError, match=r"hostfile-start-2: .*; name a --run-dir that can be"):
-        supervise(job, world, 3)
+        world.supervise(job)
     assert world.removed == [["b", "c"]]
     job = make_job(tmp_path / "run", flags="--snapshots beef")
     world = World(tmp_path / "run", Run(1, step=3, signal=signal.SIGTERM))
-    assert supervise(job, world, 3) == 128 + signal.SIGTERM
+    assert world.supervise(job) == 128 + signal.SIGTERM
     assert (world.saves, world.removed) == ([], [])
 
 
@@ -182,7 +181,7 @@ def test_only_consecutive_starts_without_progress_are_delayed(folder):
     assert world.pauses == [5.0, 5.0, 5.0]  # before the third, fourth and seventh
 
 
-@pytest.mark.parametrize("moment", ["lost", "pause"])
+@pytest.mark.parametrize("moment", ["lost_hosts", "pause"])
 def test_a_signal_between_two_starts_ends_the_loop(folder, moment):
     world = World(folder, Run(), Run(seconds=60))
 
@@ -192,7 +191,7 @@ def test_a_signal_between_two_starts_ends_the_loop(folder, moment):
         return frozenset()
 
     setattr(world, moment, stop)
-    assert supervise(make_job(folder), world, 3) == 128 + signal.SIGTERM
+    assert world.supervise(make_job(folder)) == 128 + signal.SIGTERM
     assert len(world.commands) == 2
 
 
@@ -202,5 +201,5 @@ def test_a_users_checkpoint_is_resumed_in_a_folder_that_holds_a_run(folder):
     command = parse_command("mpirun -np 4 kaitian-train --resume x.pt".split())
     job = replace(make_job(folder, hosts=""), command=command)
     world = World(folder, Run(1), Run(1, step=5), FINISHED)
-    assert supervise(job, world, 3) == 0
+    assert world.supervise(job) == 0
     assert ["--resume=auto" in words for words in world.commands] == [False, False, True]

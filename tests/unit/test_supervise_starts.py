@@ -9,7 +9,7 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices.emulation import parse_slowdown
 from kaitian_mpi.supervise.environments import Environment
 from kaitian_mpi.supervise.hosts import Host, choose, parse_host_list, parse_hostfile, place_by_slot
-from kaitian_mpi.supervise.machine import environment
+from kaitian_mpi.supervise.job_runner import environment
 from kaitian_mpi.supervise.mpirun_command import HOST_LISTS, HOSTFILES, parse_command
 from kaitian_mpi.supervise.starts import JobCommand, plan_start
 

@@ -1,4 +1,4 @@
-"""Runs mpirun as a child process, and the supervisor's other actions on hosts and files."""
+"""Runs a job's mpirun as a child process, to which it forwards signals, and ends it if it hangs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from kaitian_mpi.runtime.launcher import SUPERVISED, SUPERVISED_FOLDER
 from kaitian_mpi.runtime.mpi_libraries import IN_ALLOCATIONS, LIBRARIES, NOTICE_DEAD_HOSTS
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.system import die_with_parent
-from kaitian_mpi.supervise.hosts import Host
-from kaitian_mpi.supervise.remote_hosts import NO_ANSWER, run_on
+from kaitian_mpi.supervise.remote_shell import RemoteShell
 from kaitian_mpi.supervise.starts import JobCommand
 
 _log = logging.getLogger(__name__)
@@ -39,24 +38,27 @@ _MAX_HANG_SEC = 60.0
 _RANK_VARIABLES = frozenset(library.rank_variables[0] for library in LIBRARIES)
 
 
-class Machine:
-    """Runs commands, waits, probes hosts and logs, for a supervisor.
+class JobRunner:
+    """Runs a job's commands, one after the other, for a supervisor.
 
     As a context manager it handles signals: SIGINT and SIGTERM are recorded in `stopped` and
-    forwarded to the running command. If the state may be sharded over the ranks, they first get
-    time to save it, until a second signal. SIGUSR1 is forwarded. `hang_sec` is how long mpirun may
-    keep running after its ranks on this machine have ended, if there are none on others; 0 for no
-    limit.
+    forwarded to the running command. If the state may be divided over the ranks, they first get
+    time to save it, until a second signal. SIGUSR1 is forwarded.
     """
 
-    def __init__(
-        self, job: JobCommand, agent: Sequence[str], probe_sec: float, hang_sec: float
-    ) -> None:
+    def __init__(self, job: JobCommand, shell: RemoteShell, hang_sec: float) -> None:
+        """Run nothing yet.
+
+        Args:
+            job: of which a command is run.
+            shell: asks the other hosts whether the job continues there.
+            hang_sec: how long mpirun may keep running after its ranks on this machine have ended,
+                if there are none on others; 0 for no limit.
+        """
         self.job = job
         self.stopped = 0
         """The signal that requested a stop; 0 for none."""
-        self._agent = agent
-        self._probe_sec = probe_sec
+        self._shell = shell
         self._hang_sec = hang_sec
         self._child: subprocess.Popen[bytes] | None = None
         self._reported_remote = False
@@ -68,7 +70,7 @@ class Machine:
         """Run a job on other hosts from now on, as a hosts file asks."""
         self.job = job
 
-    def __enter__(self) -> Machine:
+    def __enter__(self) -> JobRunner:
         """Install the handlers, except for stop signals that are ignored already."""
         for number in _FORWARDED:
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -147,7 +149,7 @@ class Machine:
             return False
         if not job.hosts and any(name in os.environ for name in IN_ALLOCATIONS):
             return True  # only the batch system knows the hosts
-        hosts = hosts_with_ranks(self._agent, job.remote, job, self._probe_sec)
+        hosts = self._shell.hosts_with_ranks(job.remote, job.job_id)
         if hosts and not self._reported_remote:
             self._reported_remote = True
             names = list_names(sorted(hosts))
@@ -163,37 +165,6 @@ class Machine:
             return child.wait(_GRACE_SEC)
         child.kill()
         return child.wait()
-
-    def save_snapshot(self) -> bool:
-        """Write this machine's snapshot to disk if it is newer; return whether the disk has it."""
-        if not any(folders.SHM.glob(f"kaitian-{self.job.config.snapshots}-*")):
-            return True
-        # Loads torch, which takes seconds.
-        from kaitian_mpi.train.checkpoint.files import save_snapshot
-
-        try:
-            config = self.job.config
-            save_snapshot(config.snapshots, self.job.folder, config.keep_checkpoints)
-        except (OSError, UserError) as error:
-            self.report(f"the snapshot in memory could not be written to disk: {error}")
-            return False
-        return True
-
-    def remove_snapshots(self, hosts: Sequence[Host]) -> frozenset[str]:
-        """Remove the job's snapshots here and on hosts; return the hosts that do not answer."""
-        for folder in folders.SHM.glob(f"kaitian-{self.job.config.snapshots}-*"):
-            folders.remove_private(folder)
-        words = ["rm", "-rf", f"{folders.SHM}/kaitian-{self.job.config.snapshots}-*"]
-        codes = run_on(self._agent, hosts, words, self._probe_sec)
-        return frozenset(name for name, code in codes.items() if code == NO_ANSWER)
-
-    def remove_stale_snapshots(self, hosts: Sequence[Host]) -> None:
-        """Remove hosts' outdated snapshots, from before the job continued without these hosts.
-
-        Only each host's own folder is removed, in case several hosts share /dev/shm.
-        """
-        words = ["rm", "-rf", f'"{folders.SHM}/kaitian-{self.job.config.snapshots}-$(hostname)"']
-        run_on(self._agent, hosts, words, self._probe_sec)
 
     def request_restart(self) -> None:
         """Ask the running job to save and end."""
@@ -217,11 +188,6 @@ class Machine:
         """Return the seconds of a monotonic clock."""
         return time.monotonic()
 
-    def lost(self, hosts: Sequence[Host]) -> frozenset[str]:
-        """Return the names of the hosts that do not answer."""
-        codes = run_on(self._agent, hosts, ["true"], self._probe_sec)
-        return frozenset(name for name, code in codes.items() if code)
-
     def report(self, text: str) -> None:
         """Log a line."""
         _log.info("%s", text)
@@ -233,14 +199,15 @@ class Machine:
         if self._child is None:
             if number in _STOPS:
                 self._missed = number
-        elif is_first_stop and self._is_sharded():
+        elif is_first_stop and self._has_divided_state():
             self._stop_at = time.monotonic() + _SAVE_SEC
             self.report("asking the job to save and end; a second signal ends it at once")
             self.request_restart()
         else:
             self._child.send_signal(number)
 
-    def _is_sharded(self) -> bool:
+    def _has_divided_state(self) -> bool:
+        """Return whether it may be that only all ranks together can save the steps done so far."""
         job = self.job
         return job.config.may_divide_state and (job.folder / "metrics.jsonl").exists()
 
@@ -256,15 +223,6 @@ def environment(job: JobCommand) -> dict[str, str]:
         SUPERVISED: job.job_id,
         SUPERVISED_FOLDER: folder,
     }
-
-
-def hosts_with_ranks(
-    agent: Sequence[str], hosts: Sequence[Host], job: JobCommand, seconds: float
-) -> frozenset[str]:
-    """Return the names of the hosts that answer and have a rank of the job."""
-    words = ["grep", "-qs", f"{SUPERVISED}={job.job_id}", "/proc/[0-9]*/environ"]
-    codes = run_on(agent, hosts, words, seconds)
-    return frozenset(name for name, code in codes.items() if code == 0)
 
 
 def has_local_ranks(launcher: int) -> bool:

@@ -16,8 +16,9 @@ from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.supervise import mpirun_process
 from kaitian_mpi.supervise.hosts import Host
-from kaitian_mpi.supervise.machine import environment, hosts_with_ranks
+from kaitian_mpi.supervise.job_runner import environment
 from kaitian_mpi.supervise.mpirun_command import parse_command
+from kaitian_mpi.supervise.remote_shell import RemoteShell
 from kaitian_mpi.supervise.starts import JobCommand
 
 LONGEST_SEC = 120
@@ -179,8 +180,8 @@ def test_ranks_that_have_parts_may_save_before_mpirun_gets_a_stop_signal(place, 
     trap 'echo got >> got; exit 7' TERM; {WAIT.replace("; do ", f"; do {asked}")}"""
     write_script(place / "mpirun", MPIRUN + script)
     program = f"""
-import kaitian_mpi.cli.supervise, kaitian_mpi.supervise.machine as machine
-machine._SAVE_SEC = {1 if end == "in time" else 600}
+import kaitian_mpi.cli.supervise, kaitian_mpi.supervise.job_runner as job_runner
+job_runner._SAVE_SEC = {1 if end == "in time" else 600}
 kaitian_mpi.cli.supervise.main()
 """
     words = "./mpirun -np 2 kaitian-train --layout shard --run-dir=run".split()
@@ -282,7 +283,8 @@ def test_ranks_are_found_by_their_job_id(tmp_path):
     common = {"command": parse_command(["kaitian-train"]), "hosts": (), "hostfiles": {}}
     common |= {"folder": tmp_path, "config": TrainConfig(snapshots="a")}
     job = JobCommand(**common, job_id=os.urandom(8).hex())
-    ask = partial(hosts_with_ranks, [str(tmp_path / "agent")], [Host(name="here")], job, 20.0)
+    shell = RemoteShell([str(tmp_path / "agent")], 20.0)
+    ask = partial(shell.hosts_with_ranks, [Host(name="here")], job.job_id)
     assert ask() == frozenset()
     with subprocess.Popen(["sleep", "60"], env={**os.environ, **environment(job)}) as rank:
         assert ask() == {"here"}
