@@ -38,7 +38,7 @@ def _state_dict(stock: Any, shards: TrainerShards) -> Any:
         with ExitStack() as stack:
             sharded = [parameter for parameter in module.parameters() if is_sharded(parameter)]
             for holder in dict.fromkeys(type(parameter).holder for parameter in sharded):
-                stack.enter_context(holder.making_state_dict())
+                stack.enter_context(holder.in_state_dicts.making())
             content = stock(module, *args, **kwargs)
         if kwargs.get("destination") is None:  # else it is of a submodule, within another one
             shards.state_dicts.note(content)

@@ -157,7 +157,7 @@ class OwnedModel:
             values |= {key: rows for key, rows in rank_rows.items() if key[0] in owners.sharded}
             for number, tensors in early.items():
                 for tensor in tensors:
-                    self.sharded.let_follow(number, tensor)
+                    self.sharded.in_state_dicts.let_follow(number, tensor)
         elif len({parameter.device for parameter in self.parameters}) > 1:
             self.module.to(device)
         self.rows.assign(index, parts, values)

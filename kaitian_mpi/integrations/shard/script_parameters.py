@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar, TypeGuard
 
 import torch
@@ -21,8 +20,7 @@ from kaitian_mpi.distributed.pending_parameter import (
 )
 from kaitian_mpi.distributed.sharded_model import ShardedModel
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.shard.host_memory import HostMemory
-from kaitian_mpi.integrations.shard.owners_value import OwnersValue, ValueSource
+from kaitian_mpi.integrations.shard.state_dict_values import ReadInto, StateDictValues
 from kaitian_mpi.integrations.shard.unseen_changes import CHANGED_LATE, UnseenChanges
 
 _MAY_CHANGE_UNSEEN = -1  # in place of a version, in ShardedModel
@@ -30,9 +28,6 @@ _MAY_CHANGE_UNSEEN = -1  # in place of a version, in ShardedModel
 # Held by a call that uses sharded parameters' values, which another thread's call would free. The
 # thread that answers other ranks never uses them.
 _one_thread = threading.RLock()
-
-ReadInto = Callable[[int, torch.Tensor], None]
-"""Reads a parameter's values from its owners into a tensor for them, on any device."""
 
 
 class ScriptParameter(PendingParameter):
@@ -50,7 +45,7 @@ class ScriptParameter(PendingParameter):
         )
         if getattr(func, "__name__", "") == "detach":
             for holder in used:
-                value = holder.value_for_state_dict(args[0])
+                value = holder.in_state_dicts.value_of(args[0])
                 if value is not None:
                     return value
         with ExitStack() as stack:
@@ -74,6 +69,9 @@ class ScriptParameters(ShardedModel):
 
     A forward with gradients and its backward gather them together with the other ranks; any other
     use reads them from their owners, which needs no other rank's script.
+
+    Attributes:
+        in_state_dicts: what the script's `state_dict`s have of them.
     """
 
     def __init__(
@@ -97,14 +95,14 @@ class ScriptParameters(ShardedModel):
         """
         super().__init__(model, numbers, device)
         self._read_into = read_into
-        self._read_version = read_version
         self._source = self.read
         self._write_back = write
         self._unseen = UnseenChanges(self.name, read_version, write)
         self._versions_freed: dict[int, int] = {}
         self._step_thread: int | None = None  # from a forward's begin to its backward's end
-        self._lazy: dict[int, OwnersValue] | None = None  # while a state_dict is made
-        self._sources: dict[int, ValueSource] = {}
+        self.in_state_dicts = StateDictValues(
+            self._parameters, read_into, read_version, self._take_changes
+        )
 
     @torch.no_grad()
     def read(self, number: int) -> torch.Tensor:
@@ -189,50 +187,6 @@ class ScriptParameters(ShardedModel):
                 assert self._write_back is not None
                 self._write_back(number, changed)
         self._unseen.take_back()
-
-    @contextmanager
-    def making_state_dict(self) -> Iterator[None]:
-        """Let a `state_dict` have values that are read when it is written."""
-        self._take_changes()
-        outer = self._lazy
-        self._lazy = {} if outer is None else outer
-        try:
-            yield
-        finally:
-            self._lazy = outer
-
-    def value_for_state_dict(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return what stands for a parameter's values in the `state_dict` that is being made."""
-        if self._lazy is None:
-            return None
-        number = self._number_of[parameter]  # type: ignore[index]
-        if number not in self._lazy:
-            self._lazy[number] = OwnersValue.of(self._source_of(number))
-        return self._lazy[number]
-
-    def let_follow(self, number: int, tensor: torch.Tensor) -> None:
-        """Let a tensor from a `state_dict` that was made before `shard` show a parameter's values.
-
-        Not collective.
-        """
-        OwnersValue.become(tensor, self._source_of(number))
-
-    def _source_of(self, number: int) -> ValueSource:
-        """Return where the values of a parameter are read from, the same for each `state_dict`."""
-        if number not in self._sources:
-            parameter = self._parameters[number]
-            self._sources[number] = ValueSource(
-                torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),
-                partial(self._read_into, number),
-                partial(self._rows_version, number),
-                lambda like: HostMemory([*self._parameters.values()]).empty(like),
-            )
-        return self._sources[number]
-
-    def _rows_version(self, number: int) -> Any:
-        """Return the version of a parameter's values, which the script may just have changed."""
-        self._take_changes()
-        return self._read_version(number)
 
     def _take_changes(self) -> None:
         """Take what the script has changed, unless another thread computes with the values."""
