@@ -102,9 +102,9 @@ def _unscale(stock: Any, shards: TrainerShards) -> Any:
     def unscale_rows(
         scaler: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> Any:
-        with shards.inside(optimizer):
+        with shards.optimizers.inside(optimizer):
             inf_by_device = dict(stock(scaler, optimizer, inv_scale, found_inf, allow_fp16))
-        if shards.optimizer_of(optimizer) is not None:
+        if shards.optimizers.get(optimizer) is not None:
             inf_by_device.setdefault(found_inf.device, found_inf)
             # Each rank decides by the gradients of all.
             total = torch.tensor(sum(map(float, inf_by_device.values())), dtype=torch.float64)

@@ -42,7 +42,7 @@ def _create(stock: Any, shards: TrainerShards) -> Any:
     @functools.wraps(stock)
     def create_and_note(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         stock(optimizer, *args, **kwargs)
-        shards.add_optimizer(optimizer)
+        shards.optimizers.add(optimizer)
 
     return create_and_note
 
@@ -50,7 +50,7 @@ def _create(stock: Any, shards: TrainerShards) -> Any:
 def _state_dict(stock: Any, shards: TrainerShards) -> Any:
     @functools.wraps(stock)
     def state_dict(optimizer: Optimizer) -> Any:
-        owned = shards.optimizer_of(optimizer)
+        owned = shards.optimizers.get(optimizer)
         if owned is None or owned.is_inside:
             return stock(optimizer)
         owned.follow(optimizer, owned.models)
@@ -62,7 +62,7 @@ def _state_dict(stock: Any, shards: TrainerShards) -> Any:
 def _load_state_dict(stock: Any, shards: TrainerShards) -> Any:
     @functools.wraps(stock)
     def load_state_dict(optimizer: Optimizer, state_dict: Any) -> None:
-        owned = shards.own(optimizer)
+        owned = shards.optimizers.own(optimizer)
         if owned is None or owned.is_inside:
             stock(optimizer, state_dict)
         else:
@@ -76,7 +76,7 @@ def _getstate(stock: Any, stock_state: Any, shards: TrainerShards) -> Any:
     def getstate(optimizer: Optimizer) -> dict[str, Any]:
         """Return what a copy, or a file, of an optimizer has."""
         content: dict[str, Any] = stock(optimizer)
-        owned = shards.optimizer_of(optimizer)
+        owned = shards.optimizers.get(optimizer)
         if owned is None or owned.is_inside or not owned.has_begun:
             return content
         return {**content, "state": owned.whole_state(optimizer, stock_state, shards.reads)}
@@ -86,11 +86,11 @@ def _getstate(stock: Any, stock_state: Any, shards: TrainerShards) -> Any:
 
 def _before_step(shards: TrainerShards) -> Any:
     def enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        in_steps = shards.in_steps()
+        in_steps = shards.optimizers.in_steps()
         for other, owned_by_other in in_steps:
             owned_by_other.leave(other)
         around = [step for step in in_steps if step[0] is not optimizer]
-        owned = shards.own(optimizer)
+        owned = shards.optimizers.own(optimizer)
         if owned is None:
             _go_on(around)
             return None
@@ -107,7 +107,7 @@ def _after_step(stock: Any, shards: TrainerShards) -> Any:
     @functools.wraps(stock)
     def end(optimizer: Optimizer) -> None:
         stock(optimizer)
-        owned = shards.optimizer_of(optimizer)
+        owned = shards.optimizers.get(optimizer)
         if owned is not None and owned.is_inside:
             around = owned.end_step(optimizer)
             for model in owned.models:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from kaitian_mpi.devices.memory_limit import unlimited
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, emulated, find_owners
 from kaitian_mpi.integrations.shard.early_state_dicts import EarlyStateDicts
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
-from kaitian_mpi.integrations.shard.owned_optimizer import (
-    OwnedOptimizer,
-    Step,
-    check_steps_by_parameter,
-    parameters_of,
-)
-from kaitian_mpi.integrations.shard.owned_rows import FIRST, MODEL, OPTIMIZER, OwnedRows
-from kaitian_mpi.integrations.shard.owned_state import OwnedState
-from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
+from kaitian_mpi.integrations.shard.owned_optimizer import check_steps_by_parameter
+from kaitian_mpi.integrations.shard.owned_optimizers import OwnedOptimizers
+from kaitian_mpi.integrations.shard.owned_rows import FIRST, MODEL
+from kaitian_mpi.integrations.shard.owner_reads import OwnerReads
 from kaitian_mpi.integrations.shard.placement import Placement
 from kaitian_mpi.integrations.shard.script_calls import ScriptCalls
+from kaitian_mpi.integrations.shard.served_owners import ServedOwners
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
@@ -42,6 +37,7 @@ class TrainerShards:
         settings: how to lay out models.
         placement: where parameters are before they have owners.
         state_dicts: of modules, from before they have owners.
+        optimizers: that the script has created, and this rank's side of them.
         reads: from other ranks, what they own.
     """
 
@@ -62,14 +58,8 @@ class TrainerShards:
         self._of_parameters: dict[
             int, tuple[weakref.ref[torch.Tensor], weakref.ref[OwnedModel]]
         ] = {}
-        self._created: list[weakref.ref[Optimizer]] = []
-        self._owned = weakref.WeakKeyDictionary[Optimizer, OwnedOptimizer]()
-        # By what is read, and in the order in which it became owned, which is that of all ranks.
-        self._served: dict[int, list[OwnedRows | OwnedState | None]] = {
-            MODEL: [],
-            OPTIMIZER: [],
-        }
-        self._deleted: list[tuple[int, int]] = []  # by this rank's script, of these
+        self._served = ServedOwners()
+        self.optimizers = OwnedOptimizers(self.model_of, self._served)
         self.reads = OwnerReads(world.comm, self._serve)
         self._calls = ScriptCalls(world.comm, waits)
         register_close(self._check_used)
@@ -120,10 +110,6 @@ class TrainerShards:
         )
         self._note_parameters(model)
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Take note of an optimizer that the script has created."""
-        self._created.append(weakref.ref(optimizer))
-
     def models(self) -> list[OwnedModel]:
         """Return the models that the script still has."""
         return [*dict.fromkeys(self._models.values())]
@@ -132,10 +118,6 @@ class TrainerShards:
         """Return the model that a parameter is of; None if that is not in a DDP."""
         found = self._of_parameters.get(id(parameter))
         return found[1]() if found is not None and found[0]() is parameter else None
-
-    def optimizer_of(self, optimizer: Optimizer) -> OwnedOptimizer | None:
-        """Return this rank's side of an optimizer; None if it has none yet."""
-        return self._owned.get(optimizer)
 
     def begin_forward(self, ddp: DistributedDataParallel) -> None:
         """Choose the owners before the first forward with gradients. Collective then."""
@@ -152,32 +134,6 @@ class TrainerShards:
         if model is not None and torch.is_grad_enabled():
             model.passes.end_forward(output)
 
-    def own(self, optimizer: Optimizer) -> OwnedOptimizer | None:
-        """Return this rank's side of an optimizer, from now on if it steps a model in a DDP.
-
-        To be called at the same place of the script on every rank.
-        """
-        owned = self._owned.get(optimizer)
-        if owned is not None and owned.is_inside:
-            return owned
-        owned_models = {id(m): m for p in parameters_of(optimizer) if (m := self.model_of(p))}
-        models = [*owned_models.values()]
-        if owned is None:
-            if not models:
-                return None
-            check_steps_by_parameter(optimizer)
-            index = len(self._served[OPTIMIZER])
-            owned = OwnedOptimizer(index, self.model_of)
-            self._owned[optimizer] = owned
-            self._served[OPTIMIZER].append(owned.state)
-            weakref.finalize(optimizer, self._deleted.append, (OPTIMIZER, index)).atexit = False
-        owned.follow(optimizer, models)
-        if not owned.has_begun and all(model.has_owners for model in owned.models):
-            for model in owned.models:
-                model.check_optimizer(optimizer)
-            owned.begin(optimizer)
-        return owned
-
     def rows_of(self, parameters: Any) -> list[torch.Tensor]:
         """Return this rank's rows of parameters, and the parameters that are in no DDP."""
         rows: list[torch.Tensor] = []
@@ -193,23 +149,6 @@ class TrainerShards:
             rows += model.rows.of(model.number(parameter))
         return rows
 
-    def in_steps(self) -> list[Step]:
-        """Return the optimizers that are in a step, which has failed or calls another one's."""
-        return [(optimizer, owned) for optimizer, owned in self._owned.items() if owned.is_inside]
-
-    @contextmanager
-    def inside(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let an optimizer have this rank's rows in the block, at the same place on every rank."""
-        owned = self.own(optimizer)
-        if owned is None or owned.is_inside:
-            yield
-            return
-        owned.enter(optimizer)
-        try:
-            yield
-        finally:
-            owned.leave(optimizer)
-
     def _note_parameters(self, model: OwnedModel) -> None:
         """Take note of the parameters that a model without owners has now."""
         for parameter in model.parameters:
@@ -221,12 +160,7 @@ class TrainerShards:
     def _assign(self, model: OwnedModel) -> None:
         """Choose the owners of a model, by the ranks' memory. Collective."""
         self._note_parameters(model)
-        optimizers = [
-            optimizer
-            for ref in self._created
-            if (optimizer := ref()) is not None
-            and any(self.model_of(parameter) is model for parameter in parameters_of(optimizer))
-        ]
+        optimizers = self.optimizers.of_model(model)
         for optimizer in optimizers:
             check_steps_by_parameter(optimizer)
         world = emulated(self.settings, self.world, model.module)
@@ -236,13 +170,12 @@ class TrainerShards:
                 world.device_kind.return_large_blocks()
             with self.placement.releasing(model.module) as give_rows:
                 # Numbered here, as one rank alone may copy a model in its DDP.
-                index = len(self._served[MODEL])
+                index = self._served.next_index(MODEL)
                 model.assign(index, owners, optimizers, world.device, give_rows, self.state_dicts)
-        self._served[MODEL].append(model.rows)
-        weakref.finalize(model, self._deleted.append, (MODEL, index)).atexit = False
+        self._served.add(MODEL, model.rows, of=model)
         print_rank_0(world, owners.text)
         for optimizer in optimizers:
-            self.own(optimizer)
+            self.optimizers.own(optimizer)
 
     def _check_used(self) -> None:
         """Say at the script's end if there was nothing to shard."""
@@ -255,26 +188,14 @@ class TrainerShards:
 
     def _backward_done(self) -> None:
         """Free what is older than this backward, which no rank reads any more."""
-        for owned in self._owned.values():
-            owned.state.end_backward()
-        while self._deleted:
-            kind, index = self._deleted.pop()
-            self._served[kind][index] = None
+        self.optimizers.end_backward()
+        self._served.free_deleted()
 
     def _read_first(self, *numbers: int) -> Any:
         return self.reads.read(0, FIRST, *numbers)
 
     def _serve(self, kind: int, index: int, *numbers: int) -> Any:
-        """Answer another rank: see the `serve` of OwnedRows, OwnedState and Placement."""
+        """Answer another rank: see the `serve` of Placement and ServedOwners."""
         if kind == FIRST:
             return self.placement.serve(index, *numbers)
-        served = self._served[kind]
-        if index >= len(served):
-            return NOT_YET
-        owned = served[index]
-        if owned is None:
-            raise UserError(
-                "--layout shard: a rank reads a model or an optimizer that other ranks' scripts "
-                "have deleted; delete it on all ranks, or on none"
-            )
-        return owned.serve(*numbers)
+        return self._served.serve(kind, index, *numbers)

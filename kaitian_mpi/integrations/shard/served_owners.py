@@ -1,0 +1,55 @@
+"""What other ranks may read of this one: its rows of models, and their states in optimizers."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard.owned_rows import MODEL, OPTIMIZER, OwnedRows
+from kaitian_mpi.integrations.shard.owned_state import OwnedState
+from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
+
+
+class ServedOwners:
+    """Finds what a rank has asked for by a kind, and by an index of that kind.
+
+    An index is given in the order in which models, or optimizers, become owned: that of all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[int, list[OwnedRows | OwnedState | None]] = {MODEL: [], OPTIMIZER: []}
+        self._deleted: list[tuple[int, int]] = []  # by this rank's script, of these
+
+    def next_index(self, kind: int) -> int:
+        """Return the index of what is added next."""
+        return len(self._served[kind])
+
+    def add(self, kind: int, owned: OwnedRows | OwnedState, of: object) -> None:
+        """Serve what this rank owns of a model or an optimizer, until the script deletes `of`."""
+        index = self.next_index(kind)
+        self._served[kind].append(owned)
+        weakref.finalize(of, self._deleted.append, (kind, index)).atexit = False
+
+    def free_deleted(self) -> None:
+        """Free what the script has deleted, once no rank reads it any more."""
+        while self._deleted:
+            kind, index = self._deleted.pop()
+            self._served[kind][index] = None
+
+    def serve(self, kind: int, index: int, *numbers: int) -> Any:
+        """Return what the `serve` of OwnedRows or OwnedState returns; `NOT_YET` without an owner.
+
+        Raises:
+            UserError: this rank's script has deleted it, or is ahead.
+        """
+        served = self._served[kind]
+        if index >= len(served):
+            return NOT_YET
+        owned = served[index]
+        if owned is None:
+            raise UserError(
+                "--layout shard: a rank reads a model or an optimizer that other ranks' scripts "
+                "have deleted; delete it on all ranks, or on none"
+            )
+        return owned.serve(*numbers)

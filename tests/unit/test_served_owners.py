@@ -1,0 +1,49 @@
+"""What ranks may read of a model or an optimizer, found by its index."""
+
+import gc
+
+import pytest
+
+from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard.owned_rows import MODEL, OPTIMIZER
+from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
+from kaitian_mpi.integrations.shard.served_owners import ServedOwners
+
+
+class Owned:
+    def __init__(self, name):
+        self.name = name
+
+    def serve(self, *numbers):
+        return self.name, *numbers
+
+
+class Script:
+    """A model or an optimizer."""
+
+
+def test_what_a_rank_owns_is_served_by_its_kind_and_index():
+    served = ServedOwners()
+    first, second, optimizer = Script(), Script(), Script()
+    served.add(MODEL, Owned("first"), of=first)
+    served.add(OPTIMIZER, Owned("optimizer"), of=optimizer)
+    assert (served.next_index(MODEL), served.next_index(OPTIMIZER)) == (1, 1)
+    assert served.serve(MODEL, 1, 7) is NOT_YET  # another rank's script is ahead
+    served.add(MODEL, Owned("second"), of=second)
+    assert served.serve(MODEL, 1, 7) == ("second", 7)
+    assert served.serve(MODEL, 0) == ("first",)
+    assert served.serve(OPTIMIZER, 0, 1, 2) == ("optimizer", 1, 2)
+
+
+def test_what_the_script_has_deleted_is_served_until_it_is_freed_and_keeps_its_index():
+    served = ServedOwners()
+    model, other = Script(), Script()
+    served.add(MODEL, Owned("model"), of=model)
+    served.add(MODEL, Owned("other"), of=other)
+    del model
+    gc.collect()
+    assert served.serve(MODEL, 0) == ("model",)  # until the backward of all ranks
+    served.free_deleted()
+    with pytest.raises(UserError, match="delete it on all ranks, or on none"):
+        served.serve(MODEL, 0)
+    assert served.serve(MODEL, 1) == ("other",)
