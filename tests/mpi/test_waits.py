@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kaitian_mpi.distributed import point_to_point
+from kaitian_mpi.distributed import message_thread
 from kaitian_mpi.distributed.collectives import arrivals
 from kaitian_mpi.errors import CollectiveError, UnsupportedError
 from kaitian_mpi.mpi import store as mpi_store
@@ -46,7 +46,7 @@ def looking_often(monkeypatch):
     """Let a rank that waits soon look for others that are late, lost or have ended the group."""
     monkeypatch.setattr(arrivals, "_RECORD_AFTER_SEC", 0.1)
     monkeypatch.setattr(arrivals, "_EVENTS_INTERVAL_SEC", 0.1)
-    monkeypatch.setattr(point_to_point, "_LEFT_INTERVAL_SEC", 0.1)
+    monkeypatch.setattr(message_thread, "_LEFT_INTERVAL_SEC", 0.1)
 
 
 @contextmanager
@@ -220,7 +220,7 @@ def test_a_receive_from_a_rank_that_has_destroyed_the_group_raises(world, last):
 
 
 def test_a_receive_canceled_by_destroying_its_group_fails(world, monkeypatch):
-    monkeypatch.setattr(point_to_point, "_CLOSE_SEC", 60)  # for a message in flight
+    monkeypatch.setattr(message_thread, "_CLOSE_SEC", 60)  # for a message in flight
     group = dist.new_group()
     work = dist.irecv(torch.zeros(3), (world.rank + 1) % world.size, group=group)
     began = time.monotonic()
