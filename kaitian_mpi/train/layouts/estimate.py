@@ -23,7 +23,7 @@ from kaitian_mpi.mpi.world import World
 from kaitian_mpi.train.data.batches import as_batches
 from kaitian_mpi.train.layouts.choose import refused_layouts, short_reason, whole_layer
 from kaitian_mpi.train.layouts.experts.expert_owners import find_mixtures
-from kaitian_mpi.train.layouts.experts.expert_timer import watched
+from kaitian_mpi.train.layouts.experts.expert_timer import Rows, watched
 from kaitian_mpi.train.layouts.fake_forward import activation_bytes
 from kaitian_mpi.train.layouts.pipeline.chain import Piece, chain_of
 from kaitian_mpi.train.layouts.pipeline.layer_timer import LayerBytes, layers_of
@@ -80,8 +80,34 @@ def estimate_memory(
         world: this process, whose own memory is taken for that of each rank on a CPU.
     """
     model = task.model
-    min_batch = min_batch_by_layers(model)
     optimizers = task.make_optimizers(model)
+    job, fault = _layout_job(task, optimizers, config, devices, world)
+    layouts = [REPLICATE, SHARD, PIPELINE]
+    if job.experts is not None or EXPERTS in job.refused:
+        layouts.append(EXPERTS)
+    return MemoryEstimate(
+        task.name,
+        sum(parameter.numel() for parameter in model.parameters()),
+        sum(parameter.nbytes for parameter in model.parameters()),
+        job.sample_bytes,
+        fault,
+        tuple(
+            type(optimizer).__name__ for optimizer in optimizers if not _has_usual_state(optimizer)
+        ),
+        tuple(layout_memory(job, layout) for layout in layouts),
+    )
+
+
+def _layout_job(
+    task: Task,
+    optimizers: Sequence[Optimizer],
+    config: TrainingConfig,
+    devices: Sequence[DeviceMemory],
+    world: World,
+) -> tuple[LayoutJob, str]:
+    """Return what layouts are compared by, and why activations are not known; "" if they are."""
+    model = task.model
+    min_batch = min_batch_by_layers(model)
     refused = refused_layouts(config, task)
     chain = [model]
     if PIPELINE not in refused:
@@ -101,7 +127,7 @@ def estimate_memory(
     ranks = tuple(_facts(device, layers, whole, optimizers, used) for device in devices)
     experts = None
     if find_mixtures(model) and EXPERTS not in refused and not fault:
-        experts = _experts_job(task, config, devices, optimizers, whole, ranks, min_batch, world)
+        experts = _experts_job(task, config, optimizers, whole, ranks, min_batch, world)
     job = LayoutJob(
         PipelineJob(layers, ranks, config.global_batch_size, min_batch, config.micro_batch_size),
         whole,
@@ -113,26 +139,12 @@ def estimate_memory(
         experts=experts,
         refused=refused,
     )
-    layouts = [REPLICATE, SHARD, PIPELINE]
-    if experts is not None or EXPERTS in refused:
-        layouts.append(EXPERTS)
-    return MemoryEstimate(
-        task.name,
-        sum(parameter.numel() for parameter in model.parameters()),
-        sum(parameter.nbytes for parameter in model.parameters()),
-        job.sample_bytes,
-        fault,
-        tuple(
-            type(optimizer).__name__ for optimizer in optimizers if not _has_usual_state(optimizer)
-        ),
-        tuple(layout_memory(job, layout) for layout in layouts),
-    )
+    return job, fault
 
 
 def _experts_job(
     task: Task,
     config: TrainingConfig,
-    devices: Sequence[DeviceMemory],
     optimizers: Sequence[Optimizer],
     whole: Layer,
     ranks: Sequence[LayerFacts],
@@ -140,43 +152,64 @@ def _experts_job(
     world: World,
 ) -> ExpertsJob:
     """Return what experts are placed by if all ranks are equally fast, and all tokens spread."""
-    mixtures = find_mixtures(task.model)
     with without_experts(), watched(task.model) as rows:
         (dense,) = _bytes_of_a_sample(task, config, [task.model], min_batch, world)
     samples = _samples(config, min_batch, len(as_batches(task.data, task.collate)))
     states = usual_states(optimizers)
+    experts, tokens = _experts_and_tokens(task.model, rows(), samples, states)
+    # What the experts keep of a sample, by token.
+    kept = max(0.0, whole.kept_bytes - dense.kept) / max(1.0, sum(tokens))
+    experts = [replace(expert, kept_bytes=kept) for expert in experts]
+    return ExpertsJob(
+        tuple(experts),
+        tuple(_expert_rank(rank, whole, experts, dense, states) for rank in ranks),
+        tuple(tokens),
+        config.global_batch_size,
+        min_batch,
+        config.micro_batch_size,
+        tuple(apportion(config.global_batch_size, [1] * len(ranks))),
+    )
+
+
+def _experts_and_tokens(
+    model: nn.Module, rows: Sequence[Rows], samples: int, states: int
+) -> tuple[list[Expert], list[float]]:
+    """Return a model's experts, and each one's tokens of a sample, of all rows of so many.
+
+    Optimizers keep so many `states` of a parameter.
+    """
     experts, tokens = [], []
-    for number, (mixture, mixture_rows) in enumerate(zip(mixtures.values(), rows(), strict=True)):
+    mixtures = find_mixtures(model).values()
+    for number, (mixture, mixture_rows) in enumerate(zip(mixtures, rows, strict=True)):
         for expert in mixture.experts:
             size = sum(tensor.nbytes for tensor in (*expert.parameters(), *expert.buffers()))
             trained = sum(p.nbytes for p in expert.parameters() if p.requires_grad)
             held = size + trained * (1 + states)
             experts.append(Expert(number, held, 0.0, mixture_rows.row_bytes, trained, size))
             tokens.append(sum(mixture_rows.counts) / samples / len(mixture.experts))
-    of_experts = max(0.0, whole.kept_bytes - dense.kept) / max(1.0, sum(tokens))
-    experts = [replace(expert, kept_bytes=of_experts) for expert in experts]
+    return experts, tokens
+
+
+def _expert_rank(
+    facts: LayerFacts, whole: Layer, experts: Sequence[Expert], dense: LayerBytes, states: int
+) -> ExpertRank:
+    """Return a rank as fast as all others, which has the model besides its experts."""
     trained = whole.trained_bytes - sum(expert.trained_bytes for expert in experts)
     state = whole.state_bytes - sum(e.trained_bytes + e.state_bytes for e in experts)
     weights = whole.weight_bytes - sum(expert.weight_bytes for expert in experts)
-    alike = []
-    for device, facts in zip(devices, ranks, strict=True):
-        base = facts.base_bytes + weights + state + trained * facts.steps_at_once
-        free = max(0.0, facts.memory_bytes - base) / (1 + facts.steps_at_once / (2 + states))
-        seconds = (_UNTIMED,) * len(experts)
-        cost = RankCost(0.0, _UNTIMED)
-        sample_bytes = dense.kept + dense.temporary
-        alike.append(
-            ExpertRank(device.kind, 0, cost, seconds, seconds, seconds, free, sample_bytes, base)
-        )
-    shares = apportion(config.global_batch_size, [1] * len(devices))
-    return ExpertsJob(
-        tuple(experts),
-        tuple(alike),
-        tuple(tokens),
-        config.global_batch_size,
-        min_batch,
-        config.micro_batch_size,
-        tuple(shares),
+    base = facts.base_bytes + weights + state + trained * facts.steps_at_once
+    free = max(0.0, facts.memory_bytes - base) / (1 + facts.steps_at_once / (2 + states))
+    seconds = (_UNTIMED,) * len(experts)
+    return ExpertRank(
+        facts.kind,
+        0,
+        RankCost(0.0, _UNTIMED),
+        seconds,
+        seconds,
+        seconds,
+        free,
+        dense.kept + dense.temporary,
+        base,
     )
 
 
