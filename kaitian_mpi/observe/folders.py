@@ -44,6 +44,11 @@ def snapshot_folder(name: str) -> Path:
     return SHM / f"kaitian-{name}-{host}"
 
 
+def snapshot_folder_by_shell(name: str) -> str:
+    """Return what a shell on any host expands to the path of that host's `snapshot_folder`."""
+    return f"{SHM}/kaitian-{name}-$(hostname | tr -c 'A-Za-z0-9.\\n-' -)"
+
+
 def is_private(folder: Path) -> bool:
     """Return whether a folder exists and is accessible to this user only.
 

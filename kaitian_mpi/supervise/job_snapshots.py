@@ -35,8 +35,8 @@ class JobSnapshots:
 
         Only each host's own folder is removed, in case several hosts share /dev/shm.
         """
-        words = ["rm", "-rf", f'"{folders.SHM}/kaitian-{self._job.config.snapshots}-$(hostname)"']
-        self._shell.run(hosts, words)
+        folder = folders.snapshot_folder_by_shell(self._job.config.snapshots)
+        self._shell.run(hosts, ["rm", "-rf", f'"{folder}"'])
 
     def end(self, code: int) -> None:
         """Remove what is no longer needed once the job has ended with an exit code.
