@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.budget import Owners
@@ -23,6 +24,7 @@ from kaitian_mpi.integrations.shard.placement import GiveRows
 from kaitian_mpi.integrations.shard.script_calls import ScriptCalls
 from kaitian_mpi.integrations.shard.script_parameters import ScriptParameters
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.train.layouts.shard.row_states import Key
 from kaitian_mpi.train.layouts.shard.shards import divide_parameters, steps_by_element
 
 Waits = Callable[[str], AbstractContextManager[Any]]
@@ -127,34 +129,12 @@ class OwnedModel:
             state_dicts: that the script has made so far.
         """
         self._by_rows = steps_by_element(optimizers)
-        # Some are still on the host on some ranks, and the parts must be the same on all.
-        alike = [
-            nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-            for p in self.parameters
-        ]
-        parts = divide_parameters(
-            alike,
-            stepped=range(len(self.parameters)),
-            owned=owners.sharded,
-            pairs=owners.pairs,
-            by_rows=self._by_rows,
-        )
+        parts = self._divide(owners)
         values = give_rows(parts, owners.sharded)
         if owners.sharded:
-            self.sharded = ScriptParameters(
-                self.module,
-                owners.sharded,
-                device,
-                read_into=self.rows.read,
-                read_version=self.rows.version,
-                write=self.rows.write,
-            )
+            self.sharded = self._make_sharded(owners.sharded, device)
             early = state_dicts.by_parameter(self.module, owners.sharded)
-            keys = [(p.parameter, p.begin, p.end) for p in parts if p.owner == self._world.rank]
-            for number in owners.sharded:  # a graph that has kept its values then fails
-                torch.autograd.graph.increment_version(self.parameters[number])
-            rank_rows = self.sharded.shard([key for key in keys if key not in values])
-            values |= {key: rows for key, rows in rank_rows.items() if key[0] in owners.sharded}
+            values |= self._shard(self.sharded, parts, values)
             for number, tensors in early.items():
                 for tensor in tensors:
                     self.sharded.in_state_dicts.let_follow(number, tensor)
@@ -162,6 +142,40 @@ class OwnedModel:
             self.module.to(device)
         self.rows.assign(index, parts, values)
         self.passes.begin(self.module, self._group, self.sharded, owners.prefetches)
+
+    def _divide(self, owners: Owners) -> list[Part]:
+        """Return the parts of all parameters, the same on every rank."""
+        # Without the values, as some parameters are still on the host on some ranks.
+        alike = [
+            nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in self.parameters
+        ]
+        return divide_parameters(
+            alike,
+            stepped=range(len(self.parameters)),
+            owned=owners.sharded,
+            pairs=owners.pairs,
+            by_rows=self._by_rows,
+        )
+
+    def _make_sharded(self, numbers: Collection[int], device: torch.device) -> ScriptParameters:
+        return ScriptParameters(
+            self.module,
+            numbers,
+            device,
+            read_into=self.rows.read,
+            read_version=self.rows.version,
+            write=self.rows.write,
+        )
+
+    def _shard(
+        self, sharded: ScriptParameters, parts: Sequence[Part], given: Collection[Key]
+    ) -> dict[Key, torch.Tensor]:
+        """Free sharded parameters' values; return this rank's rows of them that were not given."""
+        for number in sharded.numbers:  # a graph that has kept its values then fails
+            torch.autograd.graph.increment_version(self.parameters[number])
+        keys = [(p.parameter, p.begin, p.end) for p in parts if p.owner == self._world.rank]
+        return sharded.shard([key for key in keys if key not in given])
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Check that an optimizer can step the parts that there are.
