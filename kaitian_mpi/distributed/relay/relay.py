@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -149,51 +148,86 @@ def exchange_in_rounds(
 
     As `exchange_in_chunks` does. The first round has a part of all memory that others use.
     """
-    numbers = count(), count()
+    begun = ended = 0
     sizes = [
         sum(_room(tensor) for tensor in _distinct(sent, received)) for sent, received in rounds
     ]
     slot_count = slots.provide(len(rounds), max(sizes))
-    waiting = iter(rounds)
-    fetched: deque[tuple[Round, Slot, dict[int, torch.Tensor], list[Event]]] = deque()
+    in_slots: deque[_RoundInSlot] = deque()
 
-    def fetch(number: int) -> None:
-        for sent, received in islice(waiting, number):
-            if around is not None:
-                around.begin(next(numbers[0]))
-                copies.begin(sent[0])
-            slot = slots.take()
-            start = 0
-            hosts: dict[int, torch.Tensor] = {}
-            for tensor in _distinct(sent, received):
-                hosts[id(tensor)] = slot.view_as(tensor, start)
-                start += _room(tensor)
-            full = [tensor for tensor in _distinct(sent) if tensor.numel()]
-            ends = [copies.copy_out(hosts[id(tensor)], tensor, slot.free) for tensor in full]
-            fetched.append(((sent, received), slot, hosts, ends))
+    def copy_out_next() -> None:
+        nonlocal begun
+        if begun == len(rounds):
+            return
+        sent, received = rounds[begun]
+        if around is not None:
+            around.begin(begun)
+            copies.begin(sent[0])
+        in_slots.append(_copy_out(sent, received, copies, slots.take()))
+        begun += 1
 
     for tensor in _distinct(*rounds[0]):
         copies.begin(tensor)
     try:
-        fetch(slot_count)
-        while fetched:
-            (sent, received), slot, hosts, ends = fetched.popleft()
-            for end in ends[-1:]:  # which come one after the other
-                end.synchronize()
-            if not ends and slot.free is not None:  # what arrives is written to it
-                slot.free.synchronize()
-            sent_hosts = [hosts[id(tensor)] for tensor in sent]
+        for _ in range(slot_count):
+            copy_out_next()
+        while in_slots:
+            current = in_slots.popleft()
+            current.wait()
+            sent_hosts = current.hosts_of(current.sent)
             with part("exchange", EXCHANGE, bytes=sum(host.nbytes for host in sent_hosts)):
-                exchange(sent_hosts, [hosts[id(tensor)] for tensor in received])
-            for tensor in received:
-                if tensor.numel():
-                    slot.free = copies.copy_back(tensor, hosts[id(tensor)])
+                exchange(sent_hosts, current.hosts_of(current.received))
+            current.copy_back(copies)
             if around is not None:
                 copies.end()
-                around.end(next(numbers[1]))
-            fetch(1)  # into the same slot, when it is copied back
+                around.end(ended)
+                ended += 1
+            copy_out_next()  # into the same slot, when it is copied back
     finally:
         copies.end()
+
+
+class _RoundInSlot(NamedTuple):
+    """A round whose tensors are being copied out to a slot."""
+
+    sent: Sequence[torch.Tensor]
+    received: Sequence[torch.Tensor]
+    slot: Slot
+    hosts: dict[int, torch.Tensor]
+    """The memory in the slot of each tensor, by its `id`."""
+    ends: list[Event]
+    """Of the copies, which come one after the other."""
+
+    def wait(self) -> None:
+        """Wait until the host may read what is sent, and write what is received."""
+        if self.ends:
+            self.ends[-1].synchronize()
+        elif self.slot.free is not None:
+            self.slot.free.synchronize()
+
+    def hosts_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the memory in the slot of these tensors."""
+        return [self.hosts[id(tensor)] for tensor in tensors]
+
+    def copy_back(self, copies: Copies) -> None:
+        """Start to copy back what was received, after which the slot is free."""
+        for tensor in self.received:
+            if tensor.numel():
+                self.slot.free = copies.copy_back(tensor, self.hosts[id(tensor)])
+
+
+def _copy_out(
+    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], copies: Copies, slot: Slot
+) -> _RoundInSlot:
+    """Start to copy out what a round sends, to a slot with memory for all of its tensors."""
+    start = 0
+    hosts: dict[int, torch.Tensor] = {}
+    for tensor in _distinct(sent, received):
+        hosts[id(tensor)] = slot.view_as(tensor, start)
+        start += _room(tensor)
+    full = [tensor for tensor in _distinct(sent) if tensor.numel()]
+    ends = [copies.copy_out(hosts[id(tensor)], tensor, slot.free) for tensor in full]
+    return _RoundInSlot(sent, received, slot, hosts, ends)
 
 
 def _distinct(*lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
