@@ -6,7 +6,7 @@ from that are several times slower, and block. In rounds, one part is copied whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,59 +51,90 @@ def in_rounds(
 
 
 def exchange_in_rounds(
-    comm: MPI.Comm,
-    relay: Relay,
-    sent: Sequence[torch.Tensor | None],
-    received: Sequence[torch.Tensor | None],
+    comm: MPI.Comm, relay: Relay, sent: pairwise.Pieces, received: pairwise.Pieces
 ) -> None:
     """Send `sent[r]` to rank r and receive `received[r]` from it, as `pairwise.exchange` does.
 
     In parts of so many bytes that only a message's length counts: of two ranks, both know in which
     rounds there is one. Collective.
     """
+    sources, targets = _contiguous_on_one_device(sent, received)
+    sources = pairwise.without_shared_memory(comm.rank, sources, targets)
+    _copy_own(sources[comm.rank], targets[comm.rank])
+    leaving = _bytes_by_peer(comm.rank, sources)
+    arriving = _bytes_by_peer(comm.rank, targets)
+
+    def exchange(leaving_parts: Tensors, arriving_parts: Tensors) -> None:
+        pairwise.exchange(
+            comm,
+            _by_rank(comm.size, leaving, leaving_parts),
+            _by_rank(comm.size, arriving, arriving_parts),
+        )
+
+    relay.exchange_in_rounds(_cut_into_rounds(comm.size, leaving, arriving), exchange)
+    for target, piece in zip(targets, received, strict=True):
+        if target is not None and piece is not None:
+            from_host(target, piece)
+
+
+def _contiguous_on_one_device(
+    sent: pairwise.Pieces, received: pairwise.Pieces
+) -> tuple[pairwise.Pieces, pairwise.Pieces]:
+    """Return tensors with what is sent, and tensors for what is received; copies if needed."""
     pieces = [piece for piece in (*sent, *received) if piece is not None]
     is_mixed = len({piece.device for piece in pieces}) > 1
+    # One copy of each, as a gather sends the same tensor to all ranks.
     copies = {
         id(piece): to_host(piece) if is_mixed else contiguous(piece)
         for piece in sent
         if piece is not None
     }
-    dense = [
+    targets = [
         None if piece is None else to_host(piece, read=False) if is_mixed else contiguous(piece)
         for piece in received
     ]
-    by_rank = [None if piece is None else copies[id(piece)] for piece in sent]
-    by_rank = pairwise.without_shared_memory(comm.rank, by_rank, dense)
-    sources = {id(piece): _bytes_of(piece) for piece in by_rank if piece is not None}
-    targets = {rank: _bytes_of(piece) for rank, piece in enumerate(dense) if piece is not None}
-    own_target, own_source = dense[comm.rank], by_rank[comm.rank]
-    if pairwise.is_copied(own_source, own_target):
-        targets[comm.rank].copy_(sources[id(own_source)])
-    from_ranks = [rank for rank in targets if rank != comm.rank]
-    to_ranks = {r: id(p) for r, p in enumerate(by_rank) if p is not None and r != comm.rank}
+    return [None if piece is None else copies[id(piece)] for piece in sent], targets
 
-    def exchange(leaving: Tensors, arriving: Tensors) -> None:
-        placed: tuple[list[torch.Tensor | None], list[torch.Tensor | None]]
-        placed = [None] * comm.size, [None] * comm.size
-        for ranks, tensors, pieces in zip(
-            (to_ranks, from_ranks), (leaving, arriving), placed, strict=True
-        ):
-            for rank, tensor in zip(ranks, tensors, strict=True):
-                pieces[rank] = tensor
-        pairwise.exchange(comm, *placed)
 
-    step = max(_LEAST_CUT_BYTES, _ROUND_BYTES // (2 * comm.size))
-    lengths = [sources[key].numel() for key in to_ranks.values()]
-    lengths += [targets[rank].numel() for rank in from_ranks]
-    rounds = []
-    for start in range(0, max(lengths, default=0), step):
-        cut = {key: source[start : start + step] for key, source in sources.items()}
-        arriving = [targets[rank][start : start + step] for rank in from_ranks]
-        rounds.append(([cut[key] for key in to_ranks.values()], arriving))
-    relay.exchange_in_rounds(rounds, exchange)
-    for piece, target in zip(dense, received, strict=True):
-        if piece is not None and target is not None:
-            from_host(piece, target)
+def _copy_own(source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+    """Copy what this rank sends to itself."""
+    if source is not None and target is not None and pairwise.is_copied(source, target):
+        _bytes_of(target).copy_(_bytes_of(source))
+
+
+def _bytes_by_peer(rank: int, pieces: pairwise.Pieces) -> dict[int, torch.Tensor]:
+    """Return the bytes of the pieces that go to, or come from, each other rank.
+
+    The same tensor for each rank that the same piece is sent to, so that it is copied once.
+    """
+    flat = {id(piece): _bytes_of(piece) for piece in pieces if piece is not None}
+    return {
+        peer: flat[id(piece)]
+        for peer, piece in enumerate(pieces)
+        if piece is not None and peer != rank
+    }
+
+
+def _cut_into_rounds(
+    size: int, leaving: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor]
+) -> list[tuple[Tensors, Tensors]]:
+    """Return the parts of each round, which are empty where a rank's piece has ended."""
+    step = max(_LEAST_CUT_BYTES, _ROUND_BYTES // (2 * size))
+    longest = max((piece.numel() for piece in (*leaving.values(), *arriving.values())), default=0)
+    rounds: list[tuple[Tensors, Tensors]] = []
+    for start in range(0, longest, step):
+        cut = {id(piece): piece[start : start + step] for piece in leaving.values()}
+        sent = [cut[id(piece)] for piece in leaving.values()]
+        rounds.append((sent, [piece[start : start + step] for piece in arriving.values()]))
+    return rounds
+
+
+def _by_rank(size: int, ranks: Iterable[int], parts: Tensors) -> list[torch.Tensor | None]:
+    """Return a list with each rank's part; None for other ranks."""
+    placed: list[torch.Tensor | None] = [None] * size
+    for rank, part in zip(ranks, parts, strict=True):
+        placed[rank] = part
+    return placed
 
 
 def _bytes_of(dense: torch.Tensor) -> torch.Tensor:
