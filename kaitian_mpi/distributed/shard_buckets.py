@@ -72,28 +72,21 @@ class ShardBucket:
         If `is_sharded`, only the owners have the parameters' values, which are contiguous. If
         `pads`, which is for a vendor's library, parts of nearly one length are padded.
         """
+        self.rank = rank
+        self.is_sharded = is_sharded
         self.parts = sorted(parts, key=lambda part: (part.owner, part.mirror))
         self.parameters = [*parameters.values()]
         self._parameters = [parameters[part.parameter] for part in self.parts]
-        self._like = next(iter(parameters.values())).detach().new_empty(0)
-        pairs = zip(self._parameters, self.parts, strict=True)
-        rows = [torch.empty_like(rows_of_part(*pair), device="meta") for pair in pairs]
-        if is_sharded:
-            rows = [layout.contiguous() for layout in rows]
-        sizes = [layout.numel() for layout in rows]
-        self.rank = rank
-        owned = [0] * size  # elements of each rank's parts
-        mirrored = 0  # elements of the parts that this rank mirrors
-        for part, count in zip(self.parts, sizes, strict=True):
-            owned[part.owner] += count
-            mirrored += count * (part.mirror == rank)
         only = self._parameters[0]
         self.is_whole = len(parameters) == 1 and (is_sharded or only.is_contiguous())
         """Whether a gradient or a parameter has the memory of the bucket."""
-        longest = max(owned)
-        are_equal = size * longest == sum(sizes)
-        are_near = not self.is_whole and size * longest <= MAX_PADDED * sum(sizes)
-        self._lengths = [longest] * size if pads and (are_equal or are_near) else owned
+        rows = self._rows_on_meta()
+        owned = [0] * size  # elements of each rank's parts
+        mirrored = 0  # elements of the parts that this rank mirrors
+        for part, layout in zip(self.parts, rows, strict=True):
+            owned[part.owner] += layout.numel()
+            mirrored += layout.numel() * (part.mirror == rank)
+        self._lengths = self._padded(owned) if pads else owned
         """Elements of the ranks' parts in a buffer, with padding."""
         self._is_even = len({*self._lengths}) == 1 and pads
         self._layouts = []
@@ -101,23 +94,42 @@ class ShardBucket:
         for part, layout in zip(self.parts, rows, strict=True):
             self._layouts.append((layout.shape, layout.stride(), ends[part.owner]))
             ends[part.owner] += layout.numel()
+        self._like = next(iter(parameters.values())).detach().new_empty(0)
         self.padded = self._like.new_empty(self._lengths[rank])
         """Has `own`, and the padding."""
         self.own = self.padded[: owned[rank]]
         """The sum of this rank's parts; flat."""
         self.copy = self._like.new_empty(mirrored)
         """The sums of the parts that it mirrors; flat."""
-        self.gradients: dict[Part, torch.Tensor] = {}
+        self.gradients = self._views(self.own, rows, "owner") | self._views(
+            self.copy, rows, "mirror"
+        )
         """The same two by part, in the parameters' layout."""
-        for buffer, role in ((self.own, "owner"), (self.copy, "mirror")):
-            start = 0
-            for part, layout in zip(self.parts, rows, strict=True):
-                if getattr(part, role) == rank:
-                    shape = layout.shape
-                    stride = layout.stride()
-                    self.gradients[part] = buffer.as_strided(shape, stride, start)
-                    start += layout.numel()
-        self.is_sharded = is_sharded
+
+    def _rows_on_meta(self) -> list[torch.Tensor]:
+        """Return the shape and the strides of each part's rows in a buffer, without values."""
+        pairs = zip(self._parameters, self.parts, strict=True)
+        rows = [torch.empty_like(rows_of_part(*pair), device="meta") for pair in pairs]
+        return [layout.contiguous() for layout in rows] if self.is_sharded else rows
+
+    def _padded(self, owned: list[int]) -> list[int]:
+        """Return the ranks' lengths with padding, if it adds little to a buffer."""
+        longest = max(owned)
+        padded = len(owned) * longest
+        most = 1.0 if self.is_whole else MAX_PADDED  # it has the memory of a parameter
+        return [longest] * len(owned) if padded <= most * sum(owned) else owned
+
+    def _views(
+        self, buffer: torch.Tensor, rows: Sequence[torch.Tensor], role: str
+    ) -> dict[Part, torch.Tensor]:
+        """Return the rows in a buffer of the parts in which this rank has a role."""
+        views: dict[Part, torch.Tensor] = {}
+        start = 0
+        for part, layout in zip(self.parts, rows, strict=True):
+            if getattr(part, role) == self.rank:
+                views[part] = buffer.as_strided(layout.shape, layout.stride(), start)
+                start += layout.numel()
+        return views
 
     def _placed(self, buffer: torch.Tensor, *, are_own: bool) -> tuple[list[Any], list[Any]]:
         """Return the places in a buffer of this rank's parts, or of the others', and their rows."""
