@@ -21,12 +21,16 @@ WaitContext = Callable[[str], AbstractContextManager[Any]]
 
 _YIELD_SEC = 300e-6  # yield before the first sleep: ranks that share cores take turns
 _MIN_NAP_SEC = 20e-6
-_MAX_NAP_SEC = 1e-3
 # The next sleep's part of the time waited, on a core of its own and on a shared one.
 _NAP_PART = 0.02
 _SHARED_NAP_PART = 0.1
+_MAX_NAP_SEC = 1e-3
+# To look a thousand times a second takes 3% of a core. On a shared one, sleeps in a long wait are
+# therefore this part of it, but short enough to take a long message from the network in time.
+_LONG_NAP_PART = 0.01
+_MAX_LONG_NAP_SEC = 5e-3
 
-_nap_part = _NAP_PART
+_shares_core = False
 
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1_000
@@ -42,19 +46,27 @@ def choose_naps(has_own_core: bool) -> None:
 
     The core on which it looks is one that another rank computes on.
     """
-    global _nap_part
-    _nap_part = _NAP_PART if has_own_core else _SHARED_NAP_PART
+    global _shares_core
+    _shares_core = not has_own_core
 
 
-def nap(waited_sec: float, max_sec: float = _MAX_NAP_SEC, min_sec: float = _MIN_NAP_SEC) -> None:
-    """Sleep for 2% or 10% of the time waited so far, at least `min_sec`, at most `max_sec`."""
-    time.sleep(min(max(waited_sec * _nap_part, min_sec), max_sec))
+def nap(waited_sec: float, max_sec: float | None = None, min_sec: float = _MIN_NAP_SEC) -> None:
+    """Sleep for 2% or 10% of the time waited so far, at least `min_sec`, at most `max_sec`.
+
+    By default, at most 1 ms; on a shared core, at most 1% of a wait for more than 0.1 s, or 5 ms.
+    """
+    if max_sec is None:
+        max_sec = _MAX_NAP_SEC
+        if _shares_core:
+            max_sec = max(max_sec, min(waited_sec * _LONG_NAP_PART, _MAX_LONG_NAP_SEC))
+    part = _SHARED_NAP_PART if _shares_core else _NAP_PART
+    time.sleep(min(max(waited_sec * part, min_sec), max_sec))
 
 
 def wait_until(
     condition: Callable[[], bool],
     limit_sec: float = math.inf,
-    max_nap_sec: float = _MAX_NAP_SEC,
+    max_nap_sec: float | None = None,
     *,
     yield_sec: float = _YIELD_SEC,
     min_nap_sec: float = _MIN_NAP_SEC,

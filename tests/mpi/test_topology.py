@@ -58,7 +58,7 @@ def test_ranks_that_share_cores_look_less_often_while_they_wait(
     world, monkeypatch, cores_of, threads, nap_sec
 ):
     naps = []
-    monkeypatch.setattr(polling, "_nap_part", 0.5)
+    monkeypatch.setattr(polling, "_shares_core", None)
     monkeypatch.setattr(polling, "time", SimpleNamespace(sleep=naps.append))
     with monkeypatch.context() as cores:
         cores.setattr("kaitian_mpi.mpi.world.usable_cores", lambda: cores_of(world.rank))
