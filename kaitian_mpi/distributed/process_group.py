@@ -146,8 +146,13 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
 
     def _host_operations(self, infos: Sequence[RankInfo]) -> HostOperations:
         """Return the collectives in host memory; with several groups, their allreduce is hybrid."""
-        if self.relay is None or self.has_one_group:
-            return HostOperations(self.comms.world, self._arrivals, self.links, self.relay)
+        ranks = self.comms.world, self._arrivals, self.links
+        if self.relay is None:
+            return HostOperations(*ranks)
+        if self.has_one_group:
+            from kaitian_mpi.distributed.collectives.relayed import RelayedOperations
+
+            return RelayedOperations(*ranks, self.relay)
         from kaitian_mpi.distributed.collectives.hybrid import HybridOperations
 
         groups = [[infos[rank] for rank in group.ranks] for group in self.comms.groups]

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from kaitian_mpi.distributed.collectives import rounds, staging
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
 from kaitian_mpi.distributed.collectives.sizes import Sizes
-from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host, writing
+from kaitian_mpi.distributed.collectives.staging import from_host, to_host, writing
 from kaitian_mpi.errors import CollectiveError
 from kaitian_mpi.mpi import host_collectives, pairwise
 from kaitian_mpi.mpi.datatypes import SUM, as_buffer, as_raw_buffer, separate
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from kaitian_mpi.distributed.network.link import Link
-    from kaitian_mpi.distributed.relay.relay import Relay
     from kaitian_mpi.distributed.residual import Residual
     from kaitian_mpi.mpi.datatypes import Reduction
 
@@ -50,8 +48,8 @@ class HostOperations:
     """The collectives of one communicator, in host memory. Every method is collective.
 
     Each sleeps while it waits for other ranks. Contiguous host tensors are used in place, others
-    are copied; those of an allreduce through the relay's buffers. Pieces are lists of tensors by
-    rank, whose sizes may differ between ranks as long as sender and receiver agree.
+    are copied whole; see `RelayedOperations` for long ones. Pieces are lists of tensors by rank,
+    whose sizes may differ between ranks as long as sender and receiver agree.
     """
 
     algorithm = "flat"
@@ -60,18 +58,13 @@ class HostOperations:
     """The algorithms that exist for these ranks."""
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        arrivals: ArrivalTracker,
-        links: Mapping[int, Link],
-        relay: Relay | None = None,
+        self, comm: MPI.Intracomm, arrivals: ArrivalTracker, links: Mapping[int, Link]
     ) -> None:
-        """Store the communicator, its links between hosts, and the relay; None: not needed."""
+        """Store the communicator, and its links between hosts."""
         self.rank = comm.rank
         self.size = comm.size
         self._comm = comm
         self._links = links
-        self._relay = relay
         self.barrier = arrivals.arrive
         self._complete = arrivals.complete
         self._sizes = Sizes(comm, arrivals)
@@ -101,16 +94,9 @@ class HostOperations:
             from_host(host, tensor)
             return
         self._sizes.check_equal([tensor.nbytes])
-        # Without a relay all ranks are CPUs, but a script may have tensors on another device.
-        dense = to_host(tensor) if self._relay is None else contiguous(tensor)
-        exchange = self._allreduce_on(self._comm, precision.residual)
-        relay = self._relay
-        dtype = precision.dtype
-        if relay is None or (dtype is None and dense.is_cpu and not relay.has_accelerators):
-            exchange(dense, op)
-        else:
-            relay.exchange(self._comm, dense.view(-1), lambda chunk: exchange(chunk, op), dtype)
-        from_host(dense, tensor)
+        host = to_host(tensor)
+        self._allreduce_on(self._comm, precision.residual)(host, op)
+        from_host(host, tensor)
 
     def _allreduce_on(
         self, comm: MPI.Comm, residual: Residual | None, start: int = 0
@@ -122,19 +108,10 @@ class HostOperations:
         return link.reduce_to_all if residual is None else link.gradient_sum(residual, start)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        relay = self._relay_if_long(tensor.nbytes)
-        if relay is None and tensor.nbytes <= SHORT_BYTES:
+        if tensor.nbytes <= SHORT_BYTES:
             self._broadcast_short(tensor, root)
             return
         self._sizes.check_equal([tensor.nbytes])
-        if relay is not None:
-
-            def share(part: torch.Tensor) -> None:
-                self._complete(self._comm.Ibcast(as_raw_buffer(part), root), part)
-
-            ways = {"reads": self.rank == root, "writes": self.rank != root}
-            rounds.in_rounds(self._comm, relay, tensor, share, **ways)
-            return
         host = to_host(tensor, read=self.rank == root)
         self._complete(self._comm.Ibcast(as_raw_buffer(host), root), host)
         if self.rank != root:
@@ -171,16 +148,8 @@ class HostOperations:
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction) -> None:
         """Reduce `tensor` to rank `root`, in place; the other ranks' tensors are unchanged."""
         self._sizes.check_equal([tensor.nbytes])
-
-        def add(host: torch.Tensor) -> None:
-            host_collectives.reduce_pieces(self._comm, host, [0] * root + [host.numel()], op)
-
-        if relay := self._relay_if_long(tensor.nbytes):
-            ways = {"reads": True, "writes": self.rank == root}
-            rounds.in_rounds(self._comm, relay, tensor, add, **ways)
-            return
         host = to_host(tensor)
-        add(host)
+        reduce_to(self._comm, host, root, op)
         if self.rank == root:
             from_host(host, tensor)
 
@@ -189,29 +158,18 @@ class HostOperations:
 
         Equal ones go as in `all_gather_single`: Accelerate calls either, by a rank's own device.
         """
-        if relay := self._relay_if_long(self.size * max(piece.nbytes for piece in pieces)):
-            self._sizes.check_gather(pieces, tensor)
-            rounds.all_gather_in_rounds(self._comm, relay, pieces, tensor)
-            return
         are_equal = all(piece.numel() == tensor.numel() for piece in pieces)
         if not are_equal or self.size * tensor.nbytes > _LONG_GATHER_BYTES:
             self.all_to_all(pieces, [tensor] * self.size)
             return
         whole = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
-        self._gather_whole(whole, tensor)
+        self.all_gather_single(whole, tensor)
         for piece, part in zip(pieces, whole, strict=True):
             with writing([piece]):
                 piece.detach().copy_(part.view(piece.shape))
 
     def all_gather_together(self, lists: Sequence[Tensors], tensors: Tensors) -> None:
-        """Gather every rank's `tensors[i]` into `lists[i]`; all at once, if no rank has a device.
-
-        The tensors are contiguous.
-        """
-        if self._relay is not None:
-            for pieces, tensor in zip(lists, tensors, strict=True):
-                self.all_gather(pieces, tensor)
-            return
+        """Gather every rank's `tensors[i]`, which is contiguous, into `lists[i]`, all at once."""
         transfers = [
             ([tensor] * self.size, [*pieces]) for pieces, tensor in zip(lists, tensors, strict=True)
         ]
@@ -220,17 +178,6 @@ class HostOperations:
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather every rank's tensor into one, along its first dimension."""
-        if relay := self._relay_if_long(output.nbytes):
-            dense = contiguous(output)
-            parts = dense.view(-1).split(tensor.numel())
-            self._sizes.check_gather(parts, tensor)
-            rounds.all_gather_in_rounds(self._comm, relay, parts, tensor)
-            from_host(dense, output)
-            return
-        self._gather_whole(output, tensor)
-
-    def _gather_whole(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Gather every rank's tensor into one, all of which is in host memory at once."""
         host = to_host(output, read=False)
         source = separate(to_host(tensor), host)
         buffers = as_raw_buffer(source), as_raw_buffer(host)
@@ -246,12 +193,6 @@ class HostOperations:
                 parts = host.view(-1).split(source.numel())
                 pairwise.exchange(self._comm, [source] * self.size, parts)
         from_host(host, output)
-
-    def _relay_if_long(self, nbytes: int) -> Relay | None:
-        """Return the relay through which so many bytes, on all ranks, pass in rounds, if any."""
-        relay = self._relay
-        is_long = nbytes > staging.MAX_PINNED_BYTES
-        return relay if relay is not None and relay.has_accelerators and is_long else None
 
     def gather(self, pieces: Tensors, tensor: torch.Tensor, root: int) -> None:
         """Gather every rank's tensor into `pieces` on rank `root`; `pieces` is empty elsewhere."""
@@ -271,20 +212,12 @@ class HostOperations:
     def reduce_scatter(self, output: torch.Tensor, pieces: Tensors, op: Reduction) -> None:
         """Reduce `pieces[r]` into `output` on rank r."""
         self._sizes.check_equal([piece.nbytes for piece in pieces])
-        if rounds.reduce_scatter_in_rounds(self._comm, self._relay, output, pieces, op):
-            return
-        host = to_host(output, read=False)
-        parts = [to_host(piece).view(-1) for piece in pieces]
-        pairwise.reduce_scatter(self._comm, host.view(-1), parts, op)
-        from_host(host, output)
+        reduce_scatter_at_once(self._comm, output, pieces, op)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction
     ) -> None:
         """Reduce equal part r of `tensor`'s first dimension into `output` on rank r."""
-        if self._relay_if_long(tensor.nbytes):
-            self.reduce_scatter(output, contiguous(tensor).chunk(self.size), op)
-            return
         host = to_host(output, read=False)
         source = to_host(tensor)
         if source.nbytes <= SHORT_BYTES:
@@ -304,21 +237,8 @@ class HostOperations:
 
     def all_to_all(self, received: Pieces, sent: Pieces) -> None:
         """Send `sent[r]` to rank r and receive `received[r]` from it, if there are such."""
-        # One rank may have long pieces, and others none.
-        longest = self._sizes.check_exchange(sent, received)
-        if relay := self._relay_if_long(longest):
-            rounds.exchange_in_rounds(self._comm, relay, sent, received or [None] * self.size)
-            return
-        # One copy of each, as a gather sends the same tensor to all ranks.
-        copies = {id(piece): to_host(piece) for piece in sent if piece is not None}
-        sources = [None if piece is None else copies[id(piece)] for piece in sent]
-        received = received or [None] * self.size
-        targets = [None if piece is None else to_host(piece, read=False) for piece in received]
-        sources = pairwise.without_shared_memory(self.rank, sources, targets)
-        pairwise.exchange(self._comm, sources, targets)
-        for target, piece in zip(targets, received, strict=True):
-            if target is not None and piece is not None:
-                from_host(target, piece)
+        self._sizes.check_exchange(sent, received)
+        exchange_at_once(self._comm, received, sent)
 
     def all_to_all_single(
         self,
@@ -328,15 +248,6 @@ class HostOperations:
         sent_counts: Sequence[int],
     ) -> None:
         """Like `all_to_all`, with all pieces in one tensor; counts are in elements."""
-        if self._relay is not None and self._relay.has_accelerators:
-            dense = contiguous(output)
-            pieces = dense.view(-1).split([*received_counts])
-            parts = contiguous(tensor).view(-1).split([*sent_counts])
-            # One rank may have long pieces, and others none.
-            if relay := self._relay_if_long(self._sizes.check_exchange(parts, pieces)):
-                rounds.exchange_in_rounds(self._comm, relay, parts, pieces)
-                from_host(dense, output)
-                return
         host = to_host(output, read=False)
         source = to_host(tensor)
         source = separate(source, host)
@@ -350,3 +261,32 @@ class HostOperations:
         if arriving.tolist() != [count * host.itemsize for count in received_counts]:
             raise CollectiveError(pairwise.DIFFERENT_SIZES)
         from_host(host, output)
+
+
+def reduce_to(comm: MPI.Comm, host: torch.Tensor, root: int, op: Reduction) -> None:
+    """Reduce a host tensor to rank `root`, in place. Collective."""
+    host_collectives.reduce_pieces(comm, host, [0] * root + [host.numel()], op)
+
+
+def reduce_scatter_at_once(
+    comm: MPI.Comm, output: torch.Tensor, pieces: Tensors, op: Reduction
+) -> None:
+    """Reduce `pieces[r]` into `output` on rank r, by host copies of all. Collective."""
+    host = to_host(output, read=False)
+    parts = [to_host(piece).view(-1) for piece in pieces]
+    pairwise.reduce_scatter(comm, host.view(-1), parts, op)
+    from_host(host, output)
+
+
+def exchange_at_once(comm: MPI.Comm, received: Pieces, sent: Pieces) -> None:
+    """Send `sent[r]` to rank r and receive `received[r]`, by host copies of all. Collective."""
+    # One copy of each, as a gather sends the same tensor to all ranks.
+    copies = {id(piece): to_host(piece) for piece in sent if piece is not None}
+    sources = [None if piece is None else copies[id(piece)] for piece in sent]
+    received = received or [None] * comm.size
+    targets = [None if piece is None else to_host(piece, read=False) for piece in received]
+    sources = pairwise.without_shared_memory(comm.rank, sources, targets)
+    pairwise.exchange(comm, sources, targets)
+    for target, piece in zip(targets, received, strict=True):
+        if target is not None and piece is not None:
+            from_host(target, piece)

@@ -19,7 +19,8 @@ from kaitian_mpi.distributed.collectives.across_groups import (
     reduce_scatter_across,
 )
 from kaitian_mpi.distributed.collectives.arrivals import ArrivalTracker
-from kaitian_mpi.distributed.collectives.host import EXACT, HostOperations, Precision, Tensors
+from kaitian_mpi.distributed.collectives.host import EXACT, Precision, Tensors
+from kaitian_mpi.distributed.collectives.relayed import RelayedOperations
 from kaitian_mpi.distributed.collectives.staging import contiguous, from_host, to_host
 from kaitian_mpi.distributed.relay.relay import Relay
 from kaitian_mpi.mpi import host_collectives
@@ -43,7 +44,7 @@ BY_HOST = ("leader-by-host", "striped-by-host")
 """Further ones, if there are groups by kind and host beside those by kind."""
 
 
-class HybridOperations(HostOperations):
+class HybridOperations(RelayedOperations):
     """The collectives of ranks of several groups: in host memory, except for the allreduce."""
 
     def __init__(
@@ -60,7 +61,6 @@ class HybridOperations(HostOperations):
         `joins_ranks` is the same on all ranks: whether some group of several has a library.
         """
         super().__init__(comms.world, arrivals, links, relay)
-        self._relay: Relay
         self._joins_ranks = joins_ranks
         self.algorithms = ALGORITHMS
         self._by_kind = self._by_host = comms, libraries[0] if libraries else None

@@ -142,7 +142,7 @@ def _bytes_of(dense: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_scatter_in_rounds(
-    comm: MPI.Comm, relay: Relay | None, output: torch.Tensor, pieces: Tensors, op: Reduction
+    comm: MPI.Comm, relay: Relay, output: torch.Tensor, pieces: Tensors, op: Reduction
 ) -> bool:
     """Reduce `pieces[r]` into `output` on rank r if these are long and on a device.
 
@@ -151,7 +151,7 @@ def reduce_scatter_in_rounds(
     longest = max(piece.numel() for piece in pieces)
     size = output.element_size()
     is_short = comm.size * longest * size <= 2 * _ROUND_BYTES
-    if relay is None or is_short or any(tensor.is_cpu for tensor in (output, *pieces)):
+    if is_short or any(tensor.is_cpu for tensor in (output, *pieces)):
         return False
     dense = contiguous(output)
     result = dense.view(-1)
