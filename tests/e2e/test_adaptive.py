@@ -88,6 +88,7 @@ def test_timms_loaders_and_models(mpirun):
     assert report["evaluated"] == [[8] * 12 + [6]] * 2
 
 
+@thorough
 @pytest.mark.usefixtures("preloaded")
 def test_batch_norm_over_the_rows_of_all_ranks_on_cpus(mpirun):
     train(mpirun, "resumed.py", "plain_ddp", "-1", "batch_norm")
@@ -155,6 +156,7 @@ def test_preferences_by_trl(mpirun):
     assert report["train_loss"] == pytest.approx(report["mean_loss"], rel=1e-5)
 
 
+@thorough
 @needs_trl
 @pytest.mark.usefixtures("preloaded")
 def test_rewards_by_trl_are_logged_over_the_rows_of_all_ranks(mpirun):
@@ -227,7 +229,7 @@ def test_trainers_of_a_year_ago(
 @pytest.mark.parametrize(
     ("trainer", "killed_at", "owned"),
     [
-        ("plain_ddp", 19, ""),
+        pytest.param("plain_ddp", 19, "", marks=thorough),
         pytest.param("accelerate", 25, "", marks=[needs_accelerate, thorough]),
         pytest.param("hugging_face", 13, "", marks=[needs_accelerate, thorough]),
         pytest.param("lightning", 15, "", marks=[needs_lightning, thorough]),
@@ -344,9 +346,10 @@ def test_trainers_whose_models_have_owners(mpirun, script, options, kind, adapti
     assert found_in(ended)["difference"] < 1e-7
 
 
+@thorough
 @needs_accelerate
 @pytest.mark.usefixtures("preloaded")
-@pytest.mark.parametrize("kind", ["sharded", pytest.param("whole", marks=thorough)])
+@pytest.mark.parametrize("kind", ["sharded", "whole"])
 def test_a_checkpoint_of_owners_is_of_any_number_of_ranks(mpirun, tmp_path, kind):
     def difference(folder):
         one, other = (load_file(tmp_path / f / "final/model.safetensors") for f in ("one", folder))

@@ -102,6 +102,7 @@ def test_plan_forecasts_every_subset_of_kinds_and_reads_its_measurements_again(m
     assert "emulated" in planned.out
 
 
+@pytest.mark.thorough
 def test_timings_of_equal_ranks_are_repeated_to_forecast_but_not_before_training(mpirun, tmp_path):
     for command, is_repeated in (
         ("kaitian-plan --benchmark-seconds 2", True),

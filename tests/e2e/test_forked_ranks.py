@@ -6,6 +6,7 @@ import signal
 from contextlib import suppress
 
 import psutil
+import pytest
 from jobs import EVEN, SOON_SEC, LaunchedJob, summary_of
 from shared.processes import assert_gone
 
@@ -62,6 +63,7 @@ def test_what_stands_for_a_rank_stops_and_ends_it_and_no_rank_outlives_what_fork
         assert_gone(started, SOON_SEC)
 
 
+@pytest.mark.thorough
 def test_ranks_load_torch_themselves_if_what_forks_ends_early(tmp_path):
     with LaunchedJob(*TRAIN, "--max-steps", "2", cwd=tmp_path) as job:
         job.wait_until(lambda: forking_process(job) is not None, "nothing forks ranks")

@@ -172,6 +172,7 @@ def test_a_script_of_torchrun_has_the_devices_of_each_host(hosts, tmp_path):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.device_in_python
 def test_two_environments_on_one_host_have_devices_of_their_own(other_environment, tmp_path):
     """The other one has an emulated plug-in, which ours does not have."""

@@ -152,6 +152,7 @@ ENDED_EARLY = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("slots", [[1, 2]], ids=[""])
 def test_ranks_of_another_host_that_end_before_mpi_end_the_job(hosts, tmp_path):
     """Where no rank is left on a host, no code of this package may have run there."""

@@ -98,6 +98,7 @@ def test_parameters_in_parts_come_from_the_checkpoint_if_there_is_one(tmp_path, 
     assert all(weight.isfinite().all() for weight in saved.values())
 
 
+@pytest.mark.thorough
 def test_what_fits_no_rank_trains_in_a_pipeline(tmp_path):
     chain = ("--task", "planted_large:chain", "--set", "width=724")
     # Of a smaller plan, what it cannot know would come close to a tenth.
@@ -131,9 +132,10 @@ def test_experts_continue_on_other_numbers_of_ranks_and_as_a_plain_module(tmp_pa
         torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dies", "after", "last_saved"),
-    [("0", 5, 4), pytest.param("-1", 1, 0, marks=pytest.mark.thorough)],
+    [("0", 5, 4), ("-1", 1, 0)],
 )
 def test_a_lost_stage_comes_from_the_checkpoint(tmp_path, dies, after, last_saved):
     script = str(PLANTED / "planted_large.py")

@@ -55,6 +55,7 @@ def estimate(folder, memory):
     return ended.out
 
 
+@pytest.mark.thorough
 def test_a_replica_takes_what_was_estimated(folder):
     """As its process's memory counts, within 15%: malloc and the operators' own buffers."""
     out = estimate(folder, "cpu")

@@ -249,6 +249,7 @@ def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
     assert jobs.largest_difference(jobs.weights_in(cut), jobs.weights_in(whole)) == 0
 
 
+@pytest.mark.thorough
 def test_resume_with_rank_0_excluded(tmp_path):
     """Rank 0 reads the checkpoint though it does not train; alone, it trains."""
     # A single sample takes rank 0 longer than the whole batch takes the other, however busy it is.

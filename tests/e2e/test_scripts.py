@@ -55,11 +55,13 @@ def test_gpt_learns_and_writes_text(mpirun):
     assert len(out.partition("sample: ")[2].rstrip("\n")) > 150
 
 
+@pytest.mark.thorough
 def test_boxes_are_found_whatever_number_an_image_has(mpirun):
     out = run_example(mpirun, 2, "ragged_targets.py")
     assert float(re.search(r"size error (\S+) pixels", out)[1]) < 0.4
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     any(find_spec(name) is None for name in ("transformers", "peft")),
     reason="needs the extra 'examples'",
@@ -87,6 +89,7 @@ def test_pipeline_stages_compute_what_the_whole_model_does(mpirun, ranks, option
     assert re.search(r"[1-9]\d* samples/s", out)
 
 
+@pytest.mark.thorough
 def test_experts_on_several_ranks_learn_as_on_one(mpirun):
     epochs = "--epochs", "4"
     one = run_example(mpirun, 1, "expert_parallel.py", *epochs)

@@ -113,6 +113,7 @@ class BatchJob:
         self.batch.slurm.ask("scancel", *options, self.number)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @needs_pmix
 def test_a_task_gets_all_its_cpus(tmp_path):

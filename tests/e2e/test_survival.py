@@ -92,7 +92,10 @@ def test_a_loop_goes_on_wherever_a_rank_dies(survivors, undisturbed, form, kills
             [],
             marks=pytest.mark.thorough,
         ),
-        (5, "epochs", "forward:8:3 evaluate:8:0 after:15:2", ["spares=1"]),
+        pytest.param(
+            *(5, "epochs", "forward:8:3 evaluate:8:0 after:15:2", ["spares=1"]),
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(4, "run", "optimizer:4:2 forward:9:0", [], marks=pytest.mark.thorough),
     ],
 )

@@ -7,7 +7,7 @@ import struct
 import subprocess
 import termios
 
-from jobs import ENVIRONMENT, LONGEST_SEC, PLANTED
+from jobs import ENVIRONMENT, LONGEST_SEC, PLANTED, forked
 
 COMMAND = (
     "kaitian-train --model planted:Telling --dataset planted:recorded_digits --epochs 4 "
@@ -54,7 +54,9 @@ def screen_of(written):
 
 def test_a_live_view_is_drawn_where_it_is_asked_for(tmp_path):
     """Rank 1 prints nothing: a line of another rank may be drawn over."""
-    words = ["mpirun", "--timeout", "200", "-np", "2", *COMMAND.split(), "--progress", "live"]
+    words = forked(
+        ["mpirun", "--timeout", "200", "-np", "2", *COMMAND.split(), "--progress", "live"]
+    )
     code, written = run_in_terminal(words, tmp_path, 80, 30)
     lines, frames = screen_of(written)
     text = "\n".join(lines)

@@ -68,6 +68,7 @@ print("shown", *values, flush=True)
 """
 
 
+@pytest.mark.thorough
 def test_commands_without_the_vendors_library(mpirun, tmp_path):
     line = "fakeccl is not used, by --no-vendor-library or KAITIAN_VENDOR_LIBRARY=0 on rank"
     path = {"PYTHONPATH": f"{OTHER_PACKAGE}"}
@@ -132,13 +133,12 @@ def undisturbed(tmp_path_factory):
     return weights_in(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
         ("--layout shard", "; mirrors 33.3%, 33.3%, 33.3%"),
-        pytest.param(
-            "--layout pipeline --set device_mb=15", "|     3 | ", marks=pytest.mark.thorough
-        ),
+        ("--layout pipeline --set device_mb=15", "|     3 | "),
     ],
 )
 def test_a_kill_among_accelerators_leaves_the_weights_of_an_undisturbed_run(

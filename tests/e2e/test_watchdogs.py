@@ -47,7 +47,8 @@ def test_watchdogs_kill_ranks_that_hang_in_any_phase_of_the_setup(tmp_path):
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-@pytest.mark.parametrize("layout", ["shard", pytest.param("pipeline", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["shard", "pipeline"])
 def test_watchdogs_kill_a_rank_stopped_in_the_setup_and_one_in_a_step(layout, tmp_path):
     """Both after `--step-timeout`, which is a twentieth of what a phase of the setup may last."""
     command = f"kaitian-train --layout {layout} --model planted:stopping_in_setup".split()
@@ -82,7 +83,7 @@ def test_watchdogs_kill_a_rank_stopped_when_it_exits_and_the_job_ends(tmp_path):
     assert ended.seconds < 100
 
 
-@pytest.mark.parametrize("lost", [None, 1])
+@pytest.mark.parametrize("lost", [pytest.param(None, marks=pytest.mark.thorough), 1])
 def test_a_rank_killed_when_it_exits_is_not_waited_for(lost, tmp_path):
     """MPI_Finalize waits for all ranks, and at times (Open MPI 5.0.11) for ever for a dead one."""
     script = tmp_path / "script.py"
