@@ -118,7 +118,7 @@ def test_outputs_and_gradients_stay(kind, dtype):
     torch.testing.assert_close(other.logits, one.logits, **close)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_default(KINDS, ("mixtral", "qwen3_moe, some dense")))
 def test_it_generates_the_same(kind):
     model = make_model(kind).eval()
     settings = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2}

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from choices import by_default
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -77,7 +78,7 @@ def flip(tensor, index, bit):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, pytest.param(torch.float64, marks=pytest.mark.thorough), torch.bfloat16],
+    by_default([torch.float32, torch.float64, torch.bfloat16], [torch.bfloat16]),
 )
 def test_any_flipped_bit_and_another_order_change_the_checksum(dtype):
     state, before = make_state(dtype), checksum(make_state(dtype))

@@ -147,7 +147,7 @@ def random_costs(chance, ranks):
 
 @pytest.mark.parametrize("least", [0, 1, 2])
 @pytest.mark.parametrize("limited", [False, True])
-@pytest.mark.parametrize("seed", by_default(range(50), range(15)))
+@pytest.mark.parametrize("seed", by_default(range(50), range(6)))
 def test_no_split_is_faster_than_the_optimum(seed, least, limited):
     chance = random.Random(seed)
     costs = random_costs(chance, chance.randint(1, 4))
@@ -167,7 +167,7 @@ def test_no_split_is_faster_than_the_optimum(seed, least, limited):
     assert slowest(costs, shares) == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", by_default(range(40), range(15)))
+@pytest.mark.parametrize("seed", by_default(range(40), range(6)))
 def test_the_ranks_can_process_a_batch_in_the_time_of_its_fastest_split_and_not_sooner(seed):
     chance = random.Random(seed)
     costs = random_costs(chance, chance.randint(1, 4))
@@ -179,7 +179,7 @@ def test_the_ranks_can_process_a_batch_in_the_time_of_its_fastest_split_and_not_
     assert table.within(seconds * (1 - 1e-9), total).sum() < total
 
 
-@pytest.mark.parametrize("seed", by_default(range(40), range(15)))
+@pytest.mark.parametrize("seed", by_default(range(40), range(6)))
 def test_cohorts_take_as_long_as_their_ranks_listed_singly(seed):
     chance = random.Random(seed)
     costs, ranks = random_costs(chance, 4), [chance.randint(1, 7) for _ in range(4)]
@@ -196,7 +196,7 @@ def test_cohorts_take_as_long_as_their_ranks_listed_singly(seed):
     assert together == pytest.approx(slowest(apart, fastest_split(apart, total)), rel=1e-12)
 
 
-@pytest.mark.parametrize("least", [0, 2])
+@pytest.mark.parametrize("least", by_default([0, 2], [0]))
 def test_a_hundred_thousand_ranks_take_less_than_a_second(least):
     chance = random.Random(1)
     costs = [RankCost(chance.random(), 0.1 + chance.random(), 64) for _ in range(100_000)]

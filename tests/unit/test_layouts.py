@@ -199,7 +199,11 @@ def test_a_file_with_impossible_numbers_is_refused(name, value):
         (a_job([150 * MB] * 3, layers=1), []),
         (a_job([600 * MB] * 3, batch=1), ["pipeline"]),
         (a_job([60 * MB] * 2, parameters=0), ["replicate", "shard", "pipeline"]),
-        (a_job([600 * MB] * 20, batch=20, layers=180), ["replicate", "shard", "pipeline"]),
+        pytest.param(
+            a_job([600 * MB] * 20, batch=20, layers=180),
+            ["replicate", "shard", "pipeline"],
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_odd_jobs_are_predicted(job, expected):

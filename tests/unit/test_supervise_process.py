@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from choices import by_default
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.runtime.polling import wait_until
@@ -252,9 +253,9 @@ def test_an_mpirun_that_hangs_after_its_ranks_have_ended_is_terminated(place, en
     ("options", "hosts", "is_ended"),
     [
         ("--with-ft ulfm", "localhost,198.51.100.5", False),
-        ("--with-ft ulfm", "localhost,198.51.100.2", True),
+        *by_default([("--with-ft ulfm", "localhost,198.51.100.2", True)], ()),
         ("--with-ft ulfm", "localhost,198.51.100.4", True),
-        ("--with-ft ulfm", "localhost", True),
+        *by_default([("--with-ft ulfm", "localhost", True)], ()),
         ("", "localhost,198.51.100.5", True),
     ],
     ids=["lives there", "does not", "no answer", "no other host", "cannot live on"],
