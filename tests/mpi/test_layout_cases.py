@@ -8,8 +8,8 @@ from expert_cases import make_expert_case
 from layout_cases import make_case, run_in_folder
 
 # With the further ones of bin/test --all, each kind of layer, optimizer, loss, loop and layout.
-SEEDS = 2, 18
-FURTHER_SEEDS = 0, 24, 5, 7, 9, 14, 19, 23, 28, 29
+SEEDS = (18,)
+FURTHER_SEEDS = 0, 2, 24, 5, 7, 9, 14, 19, 23, 28, 29
 EXPERT_SEEDS = (16,)
 FURTHER_EXPERT_SEEDS = 0, 4, 6, 20, 25, 28, 61, 140
 OPEN_PIPELINE = 4

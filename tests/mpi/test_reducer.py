@@ -134,7 +134,7 @@ def adamw(model):
     ("make", "micro_batches"),
     [
         (sgd, 3),
-        (adamw, 1),
+        pytest.param(adamw, 1, marks=pytest.mark.thorough),
         pytest.param(sgd, 1, marks=pytest.mark.thorough),
         pytest.param(adamw, 3, marks=pytest.mark.thorough),
     ],

@@ -1,10 +1,12 @@
 """Batch norm over all ranks equals that of one process with all samples."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from batch_norms import Network, assert_close, check_any_split, shares_of, train_steps
+from choices import by_default
 from loops import Run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,11 +26,21 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+OPTIONS = (
+    *({}, {"affine": False}, {"track_running_stats": False}),
+    *({"momentum": None}, {"momentum": 0.7}),
+)
+TELLING = [  # each shape, and each option
+    ("1d with length", {}),
+    ("3d", {"affine": False}),
+    ("1d", {"track_running_stats": False}),
+    ("2d", {"momentum": None}),
+    ("2d", {"momentum": 0.7}),
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"momentum": 0.7}],
-    ids=str,
+    ("shape", "options"), by_default(itertools.product(SHAPES, OPTIONS), TELLING), ids=str
 )
 def test_any_split_equals_one_process(world, shape, options):
     check_any_split(world, *SHAPES[shape], **options)

@@ -120,7 +120,7 @@ WAYS = {
 
 
 @also_whole
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", by_default(WAYS, ("torch_save", "pickle")))
 def test_a_saved_state_is_that_of_one_process(world, owners, name):
     model, optimizer, _ = trained(world)
     if world.rank == 0:
@@ -184,6 +184,7 @@ def test_functions_of_torch_have_the_values(world, owners):
     dist.barrier()
 
 
+@also_whole
 def test_safetensors_have_the_values(world, owners, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model, _, _ = trained(world)
@@ -254,6 +255,7 @@ def test_a_kept_state_never_shows_another_step(world, owners):
     dist.barrier()
 
 
+@also_whole
 def test_a_step_while_values_are_saved_is_refused(world, owners):
     """As by another thread than that which trains."""
     model, _, step = trained(world)

@@ -5,6 +5,7 @@ import hashlib
 import pytest
 import torch
 import torch.distributed as dist
+from choices import by_default
 from mpi4py import MPI
 from torch import nn
 
@@ -53,7 +54,7 @@ def assert_same_bits(world, values):
     assert len(set(gather_values(world.comm, digest))) == 1
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", by_default(FORMATS, ("bf16", "int4")))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sum_is_rounded_alike_on_all_ranks(world, link, name, dtype):
     for count in (1, 700, 400_000):
@@ -67,7 +68,7 @@ def test_the_sum_is_rounded_alike_on_all_ranks(world, link, name, dtype):
         assert (values - expected).abs().max() < most
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", by_default(FORMATS, ("bf16", "int4")))
 def test_nothing_is_lost_in_the_long_run(world, link, name):
     count = 100_000
     torch.manual_seed(world.rank)
