@@ -241,7 +241,7 @@ class Together(nn.Module):
 def test_functions_use_several_parameters(train_alike):  # noqa: F811
     model = Together()
     task = Task(model=model, data=Points(), loss=compute_loss, optimizer=sgd, clip_norm=0.1)
-    train_alike(task, micro_batch_size=None, epochs=1, sharded=range(len(list(model.parameters()))))
+    train_alike(task, micro_batch_size=None, sharded=range(len(list(model.parameters()))))
 
 
 class Decayed(nn.Module):
