@@ -1,6 +1,7 @@
 """Allreduce between hosts and between kinds; which rank is on which host is made up here."""
 
 import dataclasses
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -63,6 +64,7 @@ def values(dtype, rank, elements):
     return signed.to(dtype)
 
 
+@functools.cache
 def expected(dtype, name, size, elements):
     op = reduction(dtype, OPS[name])
     wide = ACCUMULATION_DTYPES.get(dtype, dtype)

@@ -140,7 +140,7 @@ def adamw(model):
     ],
 )
 def test_uneven_ranks_train_like_one_process(world, make, micro_batches):
-    check_like_one_process(world, by_reducer, steps=20, micro_batches=(micro_batches,), make=make)
+    check_like_one_process(world, by_reducer, steps=8, micro_batches=(micro_batches,), make=make)
 
 
 def test_gradients_are_views_of_buckets_alike_on_all_ranks(world, reducer_of, sent):

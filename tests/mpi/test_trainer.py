@@ -275,7 +275,7 @@ def compare(world, state):
 
 
 @pytest.mark.sizes(3)
-@pytest.mark.parametrize("unlike", [[0], [2], [1, 2]])
+@pytest.mark.parametrize("unlike", by_default([[0], [2], [1, 2]], [[0], [1, 2]]))
 def test_what_unlike_devices_round_is_made_equal_without_a_word(world, unlike):
     state, world = replicas(world, off=unlike, unlike=unlike)
     kept = [tensor.clone() for tensor in state.replicas()]
