@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 
 
-def by_default(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
-    """Return the values for `parametrize`; those that are not chosen are marked `thorough`."""
+def by_default(
+    values: Iterable[Any], chosen: Collection[Any], ranks: Collection[int] = ()
+) -> list[Any]:
+    """Return the values for `parametrize`; those that are not chosen are marked `thorough`.
+
+    With `ranks`, that is on these numbers of ranks only.
+    """
+    thorough = pytest.mark.thorough(*ranks)
     return [
-        value if value in chosen else pytest.param(*_parts(value), marks=pytest.mark.thorough)
+        value if value in chosen else pytest.param(*_parts(value), marks=thorough)
         for value in values
     ]
 

@@ -14,6 +14,7 @@ import collective_cases  # noqa: F401  # which gives earlier releases of torch t
 import mpi4py
 import pytest
 import torch.distributed as dist
+from choices import by_default
 from start_ranks import why_not_on
 
 from kaitian_mpi.distributed.collectives.hybrid import ALGORITHMS, BY_HOST
@@ -67,6 +68,12 @@ def algorithm(request, world):
     use_algorithm(request.param)
     yield request.param
     dist.group.WORLD.host.algorithm = "flat"
+
+
+def mostly_by_leader(*ranks: int) -> pytest.MarkDecorator:
+    """Mark a test with other algorithms `thorough` on these numbers of ranks, or on any."""
+    algorithms = by_default(ALGORITHMS, ["leader"], ranks)
+    return pytest.mark.parametrize("algorithm", algorithms, indirect=True)
 
 
 def use_algorithm(name: str) -> None:

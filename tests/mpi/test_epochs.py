@@ -139,6 +139,7 @@ def check_same(world, script, expected):
 
 
 @ALSO_ALONE
+@pytest.mark.thorough(1)
 @CLOSED_AND_ALSO_OPEN
 def test_epochs_with_what_is_between_equal_those_of_one_process(world, is_open):
     expected, expected_means = by_one_process()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from choices import by_default
 from collective_cases import agree
 from torch import nn
 from torch.distributed import nn as autograd_collectives
@@ -187,7 +188,9 @@ def test_collectives_at_graph_breaks_of_compiled_functions(world, function):
         assert torch.equal(compiled(x, dist.group.WORLD), expected)
 
 
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, data_parallel])
+@pytest.mark.parametrize(
+    "wrap", by_default([DistributedDataParallel, data_parallel], [data_parallel], ranks=(1,))
+)
 def test_compiled_ddp(world, wrap):
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -248,6 +251,7 @@ def test_fully_sharded_training_equals_plain_training(world):
         assert torch.allclose(ours.full_tensor(), theirs, atol=1e-12)
 
 
+@pytest.mark.thorough(1)
 def test_distributed_checkpoint(world, tmp_path):
     import torch.distributed.checkpoint as checkpoint
 

@@ -41,10 +41,17 @@ DTYPES = (
 )
 
 
-def placements(size):
-    """Return where the ranks may be: each alone, two hosts in turn, and unequal hosts."""
-    found = [tuple(range(size)), tuple(rank % 2 for rank in range(size))]
-    return [*found, (0, *[1] * (size - 1)), (*[0] * (size - 1), 1)] if size > 2 else found
+PLACEMENTS = {
+    "each alone": lambda rank, size: rank,
+    "two hosts in turn": lambda rank, size: rank % 2,
+    "the first alone": lambda rank, size: int(rank > 0),
+    "the last alone": lambda rank, size: int(rank == size - 1),
+}
+"""Where the ranks may be: their hosts' numbers."""
+
+
+def hosts_by(placement, size):
+    return group_by_host([PLACEMENTS[placement](rank, size) for rank in range(size)])
 
 
 def ops_for(dtype):
@@ -79,28 +86,28 @@ def routes_on(hosts):
     return [Route(name, n) for name in EXCHANGES for n in sorted({1, min(map(len, hosts))})]
 
 
-def test_every_dtype_operation_and_length_is_exact_wherever_the_ranks_are(world):
-    for nodes in placements(world.size):
-        hosts = group_by_host(nodes)
-        whole = HostAllreduce(world.comm, hosts)
-        one_round = round_elements(torch.zeros(70_001), len(hosts))
-        assert one_round < 70_001  # several rounds are in progress
-        cases = [(dtype, name, 1003) for dtype in DTYPES for name in ops_for(dtype)]
-        lengths = (1, 2, 3, one_round + 1, 70_001, 600_001)
-        cases += [(torch.float32, "SUM", length) for length in lengths]
-        for dtype, name, length in cases:
-            own = values(dtype, world.rank, length)
-            total = expected(dtype, name, world.size, length)
-            for route in routes_on(hosts):
-                tensor = own.clone()
-                whole.run(tensor, reduction(dtype, OPS[name]), route)
-                assert torch.equal(tensor, total), (dtype, name, length, route)
+@pytest.mark.parametrize("placement", by_default(PLACEMENTS, ["two hosts in turn"], ranks=(2, 4)))
+def test_every_dtype_operation_and_length_is_exact_wherever_the_ranks_are(world, placement):
+    hosts = hosts_by(placement, world.size)
+    whole = HostAllreduce(world.comm, hosts)
+    one_round = round_elements(torch.zeros(70_001), len(hosts))
+    assert one_round < 70_001  # several rounds are in progress
+    cases = [(dtype, name, 1003) for dtype in DTYPES for name in ops_for(dtype)]
+    lengths = (1, 2, 3, one_round + 1, 70_001, 600_001)
+    cases += [(torch.float32, "SUM", length) for length in lengths]
+    for dtype, name, length in cases:
+        own = values(dtype, world.rank, length)
+        total = expected(dtype, name, world.size, length)
+        for route in routes_on(hosts):
+            tensor = own.clone()
+            whole.run(tensor, reduction(dtype, OPS[name]), route)
+            assert torch.equal(tensor, total), (dtype, name, length, route)
 
 
 def test_all_ranks_get_the_same_bits(world):
     generator = torch.Generator().manual_seed(world.rank)
-    for nodes, dtype in itertools.product(placements(world.size)[-2:], DTYPES[:3:2]):
-        hosts = group_by_host(nodes)
+    for placement, dtype in itertools.product([*PLACEMENTS][-2:], DTYPES[:3:2]):
+        hosts = hosts_by(placement, world.size)
         for route in routes_on(hosts):
             tensor = torch.randn(50_000, generator=generator).to(dtype)
             exact = tensor.double()
@@ -120,6 +127,7 @@ def test_an_average_of_16_bit_floats_does_not_overflow(world):
     assert tensor.unique().tolist() == [torch.tensor(60_000.0).half().item()]
 
 
+@pytest.mark.thorough(2, 4)
 def test_a_link_is_measured_once_and_by_a_long_tensor_only(world, caplog):
     link = Link(world.comm, group_by_host(range(world.size)), CommunicationSettings())
     op = reduction(torch.float32, OPS["SUM"])
@@ -148,9 +156,8 @@ def test_an_algorithm_can_be_forced_and_only_ranks_of_several_hosts_have_links(w
     assert comms.world.py2f() in links_of(comms, range(world.size), CommunicationSettings())
 
 
-@pytest.mark.parametrize(
-    "algorithm", by_default(["flat", "leader", "striped"], ["leader", "striped"])
-)
+@pytest.mark.thorough(2)
+@pytest.mark.parametrize("algorithm", by_default(ALGORITHMS, ["leader", "striped"]))
 def test_a_group_of_several_kinds_reduces_over_its_links(world, algorithm, monkeypatch):
     group = dist.new_group()
     used = []

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.sizes(1, 3, 4)
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-PLACES = ("host", "one kind each")
 MOVED = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128)
 
 
@@ -35,7 +34,13 @@ def accelerator():
     return library
 
 
-@pytest.fixture(params=by_default(["host", "accelerator", "one kind each"], PLACES))
+@pytest.fixture(
+    params=[
+        pytest.param("host", marks=pytest.mark.thorough(2, 4)),
+        pytest.param("accelerator", marks=pytest.mark.thorough),
+        pytest.param("one kind each", marks=pytest.mark.thorough(1)),  # which is the host
+    ]
+)
 def place(request, world):
     """A function that creates this rank's tensors."""
     on_host = {"host": True, "accelerator": False, "one kind each": world.info.kind == "even"}
@@ -138,7 +143,7 @@ def test_sums_of_narrow_integers_wrap_and_their_averages_are_exact(world, algori
     assert torch.equal(product, (term.long() ** world.size).to(dtype))
 
 
-@pytest.mark.thorough(2, 4)
+@pytest.mark.thorough(1, 2, 4)
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_results_may_be_written_over_what_is_sent(world, place):
     """As ZeRO and FSDP reduce gradients, in the way of each of the sizes that differ in it."""

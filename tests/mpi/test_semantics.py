@@ -95,6 +95,7 @@ def test_tensors_that_require_grad_are_accepted(world):
         work.wait()
 
 
+@pytest.mark.thorough(2, 4)
 @pytest.mark.parametrize("mode_outside", [True, False])
 def test_inference_tensors(world, mode_outside):
     """Also if another thread or code outside the mode writes to them."""
@@ -147,6 +148,7 @@ def filled(value, length=10):
     return torch.full((length,), float(value))
 
 
+@pytest.mark.thorough(2, 4)
 @pytest.mark.filterwarnings("ignore")  # torch's own, of a future whose callback failed
 @pytest.mark.parametrize("in_background", [True, False], ids=["async", "sync"])
 def test_collectives_from_a_callback_run_after_earlier_ones(world, in_background):

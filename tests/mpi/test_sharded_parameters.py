@@ -100,6 +100,7 @@ def train(world, run, steps, taken):
         run.state.progress.epoch_done(9)
 
 
+@pytest.mark.thorough(1)
 def test_values_move_to_other_owners_and_their_mirrors(world, make_run, tmp_path):
     initial = make_task("matrices").model
     task, run = make_run("matrices", 0.5, micro_batch_size=5 if world.rank else None)
@@ -153,6 +154,7 @@ def test_freed_memory_is_returned_if_there_is_none_to_spare(make_run, monkeypatc
     assert len(calls) == (not can_overlap)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("can_overlap", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("cap", [1, pytest.param(3000, marks=pytest.mark.thorough)])
 def test_the_next_parameters_are_gathered_while_one_computes(

@@ -273,7 +273,8 @@ def test_other_owners_continue_with_the_same_state(world, make_run, optimizer):
 @pytest.mark.parametrize(
     ("optimizer", "mirrors"),
     [
-        *[("two", True), ("adamw", False)],
+        pytest.param("two", True, marks=pytest.mark.thorough(2)),
+        ("adamw", False),
         *(pytest.param(name, True, marks=pytest.mark.thorough) for name in ("adamw", "sgd")),
         pytest.param("matrices", True, marks=pytest.mark.thorough),
     ],

@@ -39,6 +39,7 @@ def assert_same(received, expected):
             assert leaf == expected_leaf
 
 
+@pytest.mark.thorough(2, 4)
 @pytest.mark.ranks(2)
 def test_only_ranks_that_want_a_state_receive_it(world):
     expected = make_state()
@@ -54,6 +55,7 @@ def test_only_ranks_that_want_a_state_receive_it(world):
     assert received["image"].is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.thorough(2, 4)
 @pytest.mark.ranks(2)
 def test_a_state_is_received_into_this_ranks_own_tensors(world):
     expected = make_state()

@@ -298,6 +298,7 @@ def test_a_training_equals_that_of_one_process(world, name):
 
 
 @ALSO_ALONE
+@pytest.mark.thorough(1)
 @CLOSED_AND_ALSO_OPEN
 def test_parameters_are_frozen_and_unfrozen_between_steps(world, shared_path, is_open):
     def flip(number, model):
@@ -560,6 +561,7 @@ class Collecting(MetricsSink):
 
 
 @ALSO_ALONE
+@pytest.mark.thorough(1)
 @CLOSED_AND_ALSO_OPEN
 def test_a_sink_of_ones_own_gets_the_metrics_of_all_ranks(world, shared_path, caplog, is_open):
     task = regression(validation=points(37), metrics=sums)
@@ -604,6 +606,7 @@ class Counter:
 
 
 @ALSO_ALONE
+@pytest.mark.thorough(1)
 @OPEN_AND_ALSO_CLOSED
 def test_a_run_is_continued_after_a_break(world, shared_path, is_open):
     def metrics(model, batch):

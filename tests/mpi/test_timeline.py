@@ -67,6 +67,7 @@ def test_clocks_agree_after_an_alignment_within_the_error_that_is_stated(world, 
         assert abs(offset - offsets[0]) < error + 1e-3
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.ranks(3)
 def test_the_same_collective_is_at_the_same_time_on_all_ranks(world, wrong_clock, tmp_path):
     recorder = Recorder(1, now=wrong_clock)

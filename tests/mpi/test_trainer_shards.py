@@ -659,6 +659,7 @@ def test_freed_memory_is_returned_if_there_is_none_to_spare(
     assert len(calls) == (not has_room)
 
 
+@further_sizes
 def test_a_step_calls_few_functions_for_each_parameter(world, installed, monkeypatch):
     """Beyond those of the same step without ranks; most are of C, and take as long as Python's."""
     monkeypatch.setattr(

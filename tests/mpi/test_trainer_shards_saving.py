@@ -274,6 +274,7 @@ def test_an_optimizer_without_a_step_is_saved(world, owners):
     dist.barrier()
 
 
+@pytest.mark.thorough(1)
 @also_whole
 @pytest.mark.parametrize("saves", by_default([8, 100], [8]))
 def test_saves_at_random_moments_have_the_values_of_their_step(world, owners, shared_path, saves):

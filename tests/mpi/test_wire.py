@@ -55,7 +55,9 @@ def assert_same_bits(world, values):
 
 
 @pytest.mark.parametrize("name", by_default(FORMATS, ("bf16", "int4")))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", by_default([torch.float32, torch.bfloat16], [torch.float32], ranks=(4,)), ids=str
+)
 def test_the_sum_is_rounded_alike_on_all_ranks(world, link, name, dtype):
     for count in (1, 700, 400_000):
         torch.manual_seed(world.rank)
@@ -68,6 +70,7 @@ def test_the_sum_is_rounded_alike_on_all_ranks(world, link, name, dtype):
         assert (values - expected).abs().max() < most
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("name", by_default(FORMATS, ("bf16", "int4")))
 def test_nothing_is_lost_in_the_long_run(world, link, name):
     count = 100_000
@@ -132,6 +135,7 @@ def train(world, wire):
     return weights, residuals.state_dict()
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.usefixtures("hosts_of_group")
 def test_training_ends_where_exact_gradients_lead(world, nodes):
     exact, nothing = train(world, "fp32")

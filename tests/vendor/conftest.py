@@ -1,8 +1,8 @@
 """Run inside one mpirun: ``mpirun -np N python -m pytest -s tests/vendor``.
 
 Some ranks have a fake accelerator, whose kind has a collective library as NVIDIA's has NCCL; the
-kinds are added by entry points, as other packages add theirs. Every test runs in worlds of several
-layouts, one after the other, in which the library keeps the contracts of several vendors; see
+kinds are added by entry points, as other packages add theirs. Tests run in several worlds, one
+after the other, in which the library keeps the contracts of several vendors; see `worlds.py`, and
 `contracts.py`, also for a run with one of them alone.
 """
 
@@ -16,31 +16,15 @@ import torch
 import torch.distributed as dist
 from fake_device import on_device
 from mpi_session import *  # noqa: F403
-from mpi_session import LAUNCH
+from worlds import WORLDS
 
 import kaitian_mpi
 from kaitian_mpi.mpi.world import World
 
-# Devices, and the library. Each library serves a group of all ranks, and groups beside others.
-LAYOUTS = {
-    1: [("vendor", "nccl")],
-    2: [
-        ("vendor,cpu", "nccl"),
-        ("auto", "mccl"),
-        pytest.param(("vendor,vendor", "xccl"), marks=pytest.mark.thorough),
-    ],
-    3: [("vendor,cpu,vendor", "xccl"), ("vendor,vendor,vendor", "hccl")],
-    4: [
-        ("vendor,cpu,vendor,vendor2", "hccl"),
-        pytest.param(("vendor,vendor2,vendor2,vendor", "mccl"), marks=pytest.mark.thorough),
-        pytest.param(("vendor,vendor,vendor,vendor", "nccl"), marks=pytest.mark.thorough),
-    ],
-}
 
-
-@pytest.fixture(scope="module", params=LAYOUTS[LAUNCH.world_size], ids="-".join)
+@pytest.fixture(scope="module", params=WORLDS)
 def world(request: pytest.FixtureRequest) -> World:
-    devices, library = request.param
+    devices, library = request.param.split("-")
     if dist.is_initialized():
         dist.destroy_process_group()
     contracts.choose(library)

@@ -1,6 +1,6 @@
 """Groups by kind and host, and of ranks that share a device; who is on which host is made up."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import collective_cases as cases
 import contracts
@@ -9,6 +9,7 @@ import fake_library
 import pytest
 import torch
 import torch.distributed as dist
+from choices import by_default
 from fake_device import on_device, values
 from mpi_session import LAUNCH, use_algorithm
 from torch import nn
@@ -31,31 +32,42 @@ from kaitian_mpi.runtime.lifecycle import initialize_mpi
 from kaitian_mpi.train.layouts.peers import join_stages
 from kaitian_mpi.train.measure.allreduce import choose_algorithm
 
-# --group-by, devices, hosts, the library
-LAYOUTS = {
-    2: [("kind-and-host", "vendor,vendor", (0, 1), "nccl")],
-    3: [("kind-and-host", "vendor,vendor,cpu", (0, 0, 1), "hccl")],
+
+@dataclass(frozen=True)
+class Given:
+    group_by: str
+    devices: str
+    nodes: tuple[int, ...]
+    library: str
+
+
+WORLDS = {
+    2: [Given("kind-and-host", "vendor,vendor", (0, 1), "nccl")],
+    3: [Given("kind-and-host", "vendor,vendor,cpu", (0, 0, 1), "hccl")],
     4: [
-        ("auto", "vendor,vendor,vendor,cpu", (0, 0, 1, 1), "nccl"),
-        pytest.param(
-            ("kind-and-host", "vendor,vendor,vendor,vendor", (0, 0, 1, 1), "xccl"),
-            marks=pytest.mark.thorough,
-        ),
-        ("kind-and-host", "vendor,vendor2,vendor,vendor2", (0, 0, 1, 1), "mccl"),
+        Given("auto", "vendor,vendor,vendor,cpu", (0, 0, 1, 1), "nccl"),
+        Given("kind-and-host", "vendor,vendor2,vendor,vendor2", (0, 0, 1, 1), "mccl"),
+        Given("kind-and-host", "vendor,vendor,vendor,vendor", (0, 0, 1, 1), "xccl"),
     ],
-}
+}.get(LAUNCH.world_size, [None])
 pytestmark = pytest.mark.ranks(2)
 
+# Of 4 ranks; groups by kind and host are those of 2 as well.
+mostly_by_kind = pytest.mark.parametrize("world", by_default(WORLDS, WORLDS[:1]), indirect=True)
+mostly_by_leader = pytest.mark.parametrize(
+    "algorithm", by_default([*ALGORITHMS, *BY_HOST], ["leader", *BY_HOST]), indirect=True
+)
 
-@pytest.fixture(scope="module", params=LAYOUTS.get(LAUNCH.world_size, [None]))
+
+@pytest.fixture(scope="module", params=by_default(WORLDS, WORLDS[:2]))
 def world(request):
-    rule, devices, nodes, library = request.param
-    contracts.choose(library)
+    given = request.param
+    contracts.choose(given.library)
     if dist.is_initialized():
         dist.destroy_process_group()
-    joined = kaitian_mpi.init(devices=devices, group_by=rule)
+    joined = kaitian_mpi.init(devices=given.devices, group_by=given.group_by)
     dist.destroy_process_group()
-    infos = [replace(info, node=node) for info, node in zip(joined.infos, nodes, strict=True)]
+    infos = [replace(info, node=node) for info, node in zip(joined.infos, given.nodes, strict=True)]
     made = replace(joined, infos=tuple(infos))
     open_process_group(made)
     return made
@@ -71,6 +83,7 @@ def algorithm(request, world):
     return request.param
 
 
+@mostly_by_leader
 def test_sums_and_averages(world, device_of, algorithm):
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int16):
         for number, length in enumerate([1, 1_000, 70_001] if dtype is torch.float32 else [1_000]):
@@ -80,6 +93,7 @@ def test_sums_and_averages(world, device_of, algorithm):
         cases.check_average(world, device_of, dtype)
 
 
+@mostly_by_kind
 def test_operations_other_than_all_reduce(world, device_of):
     for length in (7, 70_001):
         cases.check_moves(world, device_of, torch.float32, length, range(world.size))
@@ -87,6 +101,8 @@ def test_operations_other_than_all_reduce(world, device_of):
     cases.check_uneven_parts(world, device_of)
 
 
+@mostly_by_kind
+@mostly_by_leader
 def test_ddp_has_the_gradient_of_the_whole_batch(world, algorithm):
     check_like_one_process(world, by_hook)
 
@@ -127,6 +143,7 @@ def test_no_library_connects_hosts_and_the_lane_crosses_them_once_for_all_kinds(
         assert set(crossed) == ({((0,), (1, 2))} if world.rank != 1 else set())
 
 
+@mostly_by_kind
 def test_the_measurement_covers_both_and_the_table_says_that_groups_are_by_host(world, capsys):
     show_topology(world)
     if world.rank == 0:
@@ -202,7 +219,9 @@ def losses_of(layout):
 @pytest.mark.parametrize(
     ("layout", "devices"),
     [
-        *((layout, "vendor,vendor") for layout in ("replicate", "shard", "pipeline")),
+        *((layout, "vendor,vendor") for layout in ("shard", "pipeline")),
+        # That which `test_no_rank_uses_the_library_if_one_declines_it` shows as well.
+        pytest.param("replicate", "vendor,vendor", marks=pytest.mark.thorough),
         # Whose groups communicate through host memory anyway.
         pytest.param("pipeline", "vendor,cpu", marks=pytest.mark.thorough),
     ],
@@ -226,7 +245,7 @@ def test_a_training_without_the_library_has_the_numbers_of_one_with_it(layout, d
 
 
 @pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("by_variable", [True, pytest.param(False, marks=pytest.mark.thorough(3))])
+@pytest.mark.parametrize("by_variable", by_default([True, False], [True]))
 def test_no_rank_uses_the_library_if_one_declines_it(caplog, monkeypatch, by_variable):
     contracts.choose("nccl")
     if dist.is_initialized():

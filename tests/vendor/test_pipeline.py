@@ -14,6 +14,7 @@ from collective_cases import values
 from fake_device import Stream, current_stream, set_bandwidth, stream
 from torch import nn
 from torch.nn import functional
+from worlds import mostly_in_several_kinds
 
 from kaitian_mpi import Task
 from kaitian_mpi.balance.pipeline import Stage
@@ -43,7 +44,13 @@ def loss(model, batch):
 
 
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.thorough(3, 4)), 2])
+@pytest.mark.parametrize(
+    "replicas",
+    [
+        pytest.param(1, marks=pytest.mark.thorough(3, 4)),
+        pytest.param(2, marks=pytest.mark.thorough(2)),
+    ],
+)
 def test_stages_on_devices_train_like_one_process(world, replicas):
     torch.manual_seed(5)
     layers = [nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 5)]
@@ -154,6 +161,7 @@ def test_what_comes_by_mpi_does_not_wait_for_computation_and_is_kept_for_it(worl
                 outbox.wait()
 
 
+@mostly_in_several_kinds
 @pytest.mark.sizes(2)
 def test_a_link_is_measured_from_device_to_device(world):
     """What passes through the host is copied there and back."""
@@ -170,6 +178,7 @@ def test_a_link_is_measured_from_device_to_device(world):
         assert links["cpu vendor"].busy_sec >= 0.9 / bytes_per_sec
 
 
+@mostly_in_several_kinds
 @pytest.mark.sizes(2)
 def test_a_link_is_measured_beside_others_that_hold_the_cores(world, monkeypatch):
     """In which each of the first messages takes longer than a large one."""
@@ -196,6 +205,7 @@ class Wide(nn.Linear):
 WIDTH = 256
 
 
+@mostly_in_several_kinds
 @pytest.mark.sizes(2)
 def test_what_a_layer_has_for_a_moment_is_measured(world):
     """Besides what it keeps, which saved tensors show; on an accelerator."""

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from choices import by_default
 from collective_cases import agree
 from fake_device import Stream, current_stream, on_device, synchronizations, values
+from mpi_session import mostly_by_leader
+from worlds import mostly_in_one_kind, mostly_in_several_kinds
 
 from kaitian_mpi.devices import device_of
 from kaitian_mpi.distributed import long_messages
@@ -174,6 +176,7 @@ def test_slots_are_allocated_once_in_ordinary_memory_if_need_be(caplog, monkeypa
     assert len(caplog.records) == 1
 
 
+@mostly_by_leader()
 def test_memory_is_bounded_and_the_sum_right(world, device_of, algorithm):
     before, world.communication.relay_memory_mb = world.communication.relay_memory_mb, 1
     for length in (300_001, 70_001):
@@ -222,6 +225,7 @@ def test_wait_does_not_wait_for_the_last_copy_back(world, device_of):
     assert work.is_completed()
 
 
+@mostly_in_one_kind
 def test_a_long_message_passes_through_page_locked_memory(world, device_of):
     content = torch.arange(staging.MAX_PINNED_BYTES // 4 + 1001.0)
     synchronizations.clear()
@@ -245,6 +249,7 @@ def group_with_long_messages(world, monkeypatch):
     dist.destroy_process_group(group)
 
 
+@mostly_in_several_kinds
 @pytest.mark.parametrize("dtype", by_default([torch.bfloat16, torch.complex128], [torch.bfloat16]))
 def test_messages_in_pieces_keep_their_order_beside_others(
     world, device_of, group_with_long_messages, dtype
@@ -273,6 +278,7 @@ def test_messages_in_pieces_keep_their_order_beside_others(
                 assert torch.equal(values(received), tensor)
 
 
+@mostly_in_one_kind
 @pytest.mark.parametrize("lengths", [(900, 1200), (1200, 900), (900, 9), (9, 900), (1200, 10)])
 def test_messages_of_unlike_sizes_are_refused(world, device_of, group_with_long_messages, lengths):
     tensor = device_of(torch.zeros(lengths[world.rank]))
@@ -284,10 +290,9 @@ def test_messages_of_unlike_sizes_are_refused(world, device_of, group_with_long_
     world.comm.Barrier()
 
 
+@mostly_in_several_kinds
 @pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.thorough(3)), torch.float16]
-)
+@pytest.mark.parametrize("dtype", by_default([torch.float32, torch.float16], [torch.float16]))
 def test_a_long_reduce_scatter_copies_pieces_while_others_are_exchanged(world, device_of, dtype):
     lengths = [10_000_000 // dtype.itemsize + 1000 * rank for rank in range(world.size)]
     output = device_of(torch.ones(lengths[world.rank], dtype=dtype))
@@ -348,12 +353,7 @@ def test_what_a_rank_only_receives_waits_for_the_copies_back(world, device_of, i
 
 @pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        pytest.param(torch.bfloat16, marks=pytest.mark.thorough(3)),
-        pytest.param(torch.complex64, marks=pytest.mark.thorough),
-    ],
+    "dtype", by_default([torch.float32, torch.bfloat16, torch.complex64], [torch.bfloat16])
 )
 def test_other_long_tensors_pass_through_page_locked_memory(
     world, device_of, in_short_rounds, dtype
@@ -391,7 +391,10 @@ def test_other_long_tensors_pass_through_page_locked_memory(
 
 
 @pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize(
+    "dtype",
+    by_default([torch.float32, torch.bfloat16, torch.int64], [torch.float32, torch.bfloat16]),
+)
 def test_long_reductions_to_one_rank_pass_through_page_locked_memory(
     world, device_of, in_short_rounds, dtype
 ):

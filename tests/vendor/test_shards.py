@@ -15,6 +15,7 @@ from contracts import CONTRACTS, chosen_name
 from fake_device import current_stream
 from torch import nn
 from uneven import SHARES, loss_of, network
+from worlds import mostly_in_one_kind
 
 from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
 from kaitian_mpi.config import TrainingConfig
@@ -46,9 +47,9 @@ ALSO_ON_3, ALSO_ON_4 = pytest.mark.thorough(3), pytest.mark.thorough(4)
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "form"),
     [
-        pytest.param(torch.float64, 1e-12, "", marks=[ON_ANY, ALSO_ON_4]),
+        pytest.param(torch.float64, 1e-12, "", marks=[ON_ANY, pytest.mark.thorough]),
         pytest.param(torch.float64, 1e-12, "mirrors", marks=[FEWER, ALSO_ON_3]),
-        pytest.param(torch.float64, 1e-12, "parts", marks=[FEWER, ALSO_ON_3]),
+        pytest.param(torch.float64, 1e-12, "parts", marks=[FEWER, pytest.mark.thorough]),
         # Which the libraries sum.
         pytest.param(torch.float32, 1e-4, "mirrors", marks=[ON_ANY, pytest.mark.thorough]),
         pytest.param(torch.float32, 1e-4, "parts", marks=[ON_ANY, ALSO_ON_4]),
@@ -324,6 +325,7 @@ def test_backward_does_not_wait_on_the_device_for_a_rank_that_is_behind(world):
     reducer.close()
 
 
+@mostly_in_one_kind
 @pytest.mark.sizes(2, 3)
 def test_what_mirrors_copy_until_values_have_arrived_is_planned(world):
     """Where a library brings them: else MPI says whether they have."""

@@ -14,6 +14,7 @@ from collective_cases import values
 from fake_device import Stream, current_stream, stream
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from worlds import mostly_in_one_kind
 
 from kaitian_mpi import WeightedSum
 from kaitian_mpi.balance.ownership import without_mirrors
@@ -202,6 +203,7 @@ class InParts(InShards):
 WAYS = ByReducer, ByDdp, InShards, InShardsThatWait, InParts
 
 
+@mostly_in_one_kind
 @pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize(
     "way",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from worlds import mostly_in_several_kinds
 
 from kaitian_mpi.balance.ownership import without_mirrors
 from kaitian_mpi.integrations.shard import trainer_shards
@@ -33,6 +34,7 @@ def matrices(seed):
     return nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128)).double()
 
 
+@mostly_in_several_kinds
 @pytest.mark.parametrize("begins", ["cpu", "meta"])
 def test_large_parameters_stay_on_the_host_until_they_have_owners(world, device_of, begins):
     def train(model, rows, place):
@@ -74,6 +76,7 @@ def test_large_parameters_stay_on_the_host_until_they_have_owners(world, device_
     extensions.close()
 
 
+@mostly_in_several_kinds
 @pytest.mark.parametrize("are_sharded", [False, True])
 def test_a_loop_trains_as_one_process_does(world, installed, device_of, monkeypatch, are_sharded):
     def find_owners(settings, world, model, optimizers):

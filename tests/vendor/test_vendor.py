@@ -14,11 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from batch_norms import check_any_split
+from choices import by_default
 from contracts import CONTRACTS, chosen_name
 from fake_device import Stream, current_stream, on_device, values
+from mpi_session import mostly_by_leader
 from torch.nn.functional import layer_norm
 from torch.nn.parallel import DistributedDataParallel
 from uneven import by_hook, by_reducer, check_like_one_process, network
+from worlds import mostly_in_one_kind, mostly_in_several_kinds
 
 from kaitian_mpi.distributed.collectives import vendor_connection
 from kaitian_mpi.distributed.data_parallel import _CountedSum, count_rows
@@ -37,10 +40,10 @@ TYPES = (
 SUMMED = TYPES[:7]
 
 
-HALF = "half of the ranks on the host"
+PLACES = "own device", "half of the ranks on the host"
 
 
-@pytest.fixture(params=["own device", pytest.param(HALF, marks=pytest.mark.thorough(3, 4))])
+@pytest.fixture(params=by_default(PLACES, ["own device"], ranks=(3, 4)))
 def put(request, world):
     """A function that creates this rank's tensors from host tensors."""
     half = request.param != "own device" and world.rank % 2 == 0
@@ -62,6 +65,7 @@ def test_the_vendors_library_is_used(world, device_of, algorithm):
         assert fake_library.calls == ["allreduce", "broadcast of 0"]
 
 
+@mostly_by_leader(4)
 def test_all_reduce(world, put, algorithm):
     for number, dtype in enumerate(SUMMED):
         for length in (0, 1, 3, 1_000) if number % 3 == 0 else (3, 1_000):
@@ -74,6 +78,7 @@ def test_all_reduce(world, put, algorithm):
 
 # Up to where one nonblocking call does it; from where it is cut, in pieces of 2 MB; and the
 # rounds of 16-bit floats.
+@mostly_by_leader()
 @pytest.mark.sizes(3, 4)
 @pytest.mark.parametrize(
     ("dtype", "edge"),
@@ -86,7 +91,9 @@ def test_all_reduce_at_the_edges_of_chunks(world, device_of, algorithm, dtype, e
     cases.check_sum(world, device_of, dtype, edge + 1, in_background=True)
 
 
+@mostly_in_one_kind
 @pytest.mark.thorough(4)  # of whose libraries 2 and 3 ranks have one each
+@pytest.mark.parametrize("put", by_default(PLACES, ["own device"]), indirect=True)
 def test_operations_that_move_data_and_reduce_it(world, put):
     for number, dtype in enumerate(TYPES):
         # Of seven types that the library supports in a row, and four that it does not, some have
@@ -117,6 +124,7 @@ def test_sparse_sums_and_works_of_several_calls(world, device_of):
     assert tensor.to_dense()[:, 0].tolist() == [1.0] * world.size + [float(world.size)]
 
 
+@mostly_in_several_kinds
 @pytest.mark.thorough(4)
 def test_torchs_own_functions_serve_our_groups_where_a_plug_in_replaced_them(
     world, device_of, monkeypatch
@@ -263,6 +271,7 @@ def test_an_operation_runs_after_work_queued_on_the_callers_stream(
         assert torch.equal(values(tensor), torch.full((length,), 2.0 * cases.factor(world)))
 
 
+@pytest.mark.thorough(4)  # as each rank is alone
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("form", ["contiguous", "strided", "in host memory"])
 def test_the_copies_of_a_group_of_one_rank_are_waited_for(world, device_of, form, in_background):
@@ -400,6 +409,7 @@ def test_a_send_does_not_wait_for_the_device_and_keeps_its_place(world, device_o
     assert received[1].tolist() == [20.0] * 3
 
 
+@mostly_by_leader()
 @pytest.mark.ranks(2)
 def test_ranks_may_use_groups_in_different_orders(world, device_of, algorithm):
     if len(world.groups) == 1:
@@ -439,6 +449,7 @@ def test_the_vendor_library_sees_all_groups_in_the_callers_order(world, put):
         dist.destroy_process_group(group)
 
 
+@mostly_by_leader(4)
 @pytest.mark.parametrize("lacks", ["", "no-record-stream"])
 def test_a_tensor_may_be_freed_before_it_is_sent(world, device_of, algorithm, lacks, monkeypatch):
     """And its memory may be reused by later work on the caller's stream."""
@@ -463,11 +474,13 @@ def test_a_tensor_may_be_freed_before_it_is_sent(world, device_of, algorithm, la
         assert torch.equal(values(total), expected)
 
 
+@mostly_by_leader()
 @pytest.mark.sizes(3, 4)
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(by_hook, id="hook"),
+        # As `test_ddp_has_the_gradient_of_the_whole_batch` of other groups of four ranks.
+        pytest.param(by_hook, id="hook", marks=pytest.mark.thorough),
         pytest.param(by_reducer, id="reducer"),
         pytest.param(
             partial(by_reducer, bucket_caps=(1 << 20, 1 << 20)),
@@ -480,6 +493,7 @@ def test_uneven_ranks_train_like_one_process(world, algorithm, way):
     check_like_one_process(world, way)
 
 
+@mostly_by_leader(4)
 def test_stock_ddp(world, algorithm):
     model = DistributedDataParallel(network().to(world.device))
     model(torch.full((2, 3, 8, 8), world.rank + 1.0).to(world.device)).sum().backward()
@@ -487,6 +501,7 @@ def test_stock_ddp(world, algorithm):
         assert cases.agree(world, parameter.grad)
 
 
+@mostly_in_several_kinds
 @pytest.mark.sizes(2, 3)
 def test_batch_norm_over_all_kinds_equals_one_process(world):
     check_any_split(world)
@@ -588,6 +603,7 @@ def test_no_thread_touches_another_device_than_the_ranks_own(world, device_of, a
     assert fake_device.contexts == (set() if world.info.kind == "cpu" else {world.device.index})
 
 
+@mostly_in_several_kinds
 @pytest.mark.sizes(2)
 def test_a_rank_that_communicates_another_devices_tensors_warns_once(world, caplog):
     groups = [None, dist.new_group(backend="kaitian")]
