@@ -175,7 +175,9 @@ def test_a_link_is_measured_from_device_to_device(world):
         " ".join(sorted([one.kind, other.kind])) for one, other in permutations(world.infos, 2)
     }
     if "cpu vendor" in links:
-        assert links["cpu vendor"].busy_sec >= 0.9 / bytes_per_sec
+        # The difference of two times, each of which a busy machine changes; without the copy it
+        # is a tenth of this.
+        assert links["cpu vendor"].busy_sec >= 0.5 / bytes_per_sec
 
 
 @mostly_in_several_kinds
