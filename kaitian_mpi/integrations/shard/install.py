@@ -17,8 +17,9 @@ from kaitian_mpi.integrations.shard.extend_clipping import extend_clipping
 from kaitian_mpi.integrations.shard.extend_ddp import extend_ddp
 from kaitian_mpi.integrations.shard.extend_modules import extend_modules
 from kaitian_mpi.integrations.shard.extend_optimizers import extend_optimizers
-from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards, Waits
+from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.runtime.polling import WaitContext
 
 
 def _unmeasured(what: str) -> AbstractContextManager[None]:
@@ -28,7 +29,9 @@ def _unmeasured(what: str) -> AbstractContextManager[None]:
 class Installed:
     """The extensions of torch in this process."""
 
-    def __init__(self, world: World, settings: LayoutSettings, waits: Waits | None = None) -> None:
+    def __init__(
+        self, world: World, settings: LayoutSettings, waits: WaitContext | None = None
+    ) -> None:
         """Let the script's models in DDP have owners from now on. Collective.
 
         Args:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +22,9 @@ from kaitian_mpi.integrations.shard.placement import GiveRows
 from kaitian_mpi.integrations.shard.script_calls import ScriptCalls
 from kaitian_mpi.integrations.shard.script_parameters import ScriptParameters
 from kaitian_mpi.mpi.world import World
+from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.shard.row_states import Key
 from kaitian_mpi.train.layouts.shard.shards import divide_parameters, steps_by_element
-
-Waits = Callable[[str], AbstractContextManager[Any]]
 
 
 @not_compiled
@@ -46,7 +43,7 @@ class OwnedModel:
         ddp: DistributedDataParallel,
         world: World,
         reads: OwnerReads,
-        waits: Waits,
+        waits: WaitContext,
         calls: ScriptCalls,
         backward_done: Callable[[], None],
     ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,8 +23,7 @@ from kaitian_mpi.integrations.shard.served_owners import ServedOwners
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
-
-Waits = Callable[[str], AbstractContextManager[Any]]
+from kaitian_mpi.runtime.polling import WaitContext
 
 
 class TrainerShards:
@@ -41,7 +38,7 @@ class TrainerShards:
         reads: from other ranks, what they own.
     """
 
-    def __init__(self, world: World, settings: LayoutSettings, waits: Waits) -> None:
+    def __init__(self, world: World, settings: LayoutSettings, waits: WaitContext) -> None:
         """Own nothing yet, and answer other ranks' reads until all have come to their exit.
 
         Collective. `waits` makes the context of waiting for other ranks.
