@@ -272,6 +272,23 @@ def test_a_longer_message_than_the_tensor_leaves_the_memory_after_it(world, leng
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("batched", [False, True], ids=["recv", "batch_isend_irecv"])
+@pytest.mark.parametrize("length", [0, 7, 9, 70_000])
+def test_a_shorter_message_than_the_tensor_is_refused(world, length, batched):
+    """The rest of the tensor would keep its old numbers."""
+    group = dist.new_group([0, 1])
+    tensor = torch.ones(length + world.rank, dtype=torch.uint8)
+    if world.rank == 0:
+        dist.send(tensor, 1, group=group)
+    if world.rank == 1:
+        receive = dist.P2POp(dist.irecv, tensor, 0, group)
+        (work,) = dist.batch_isend_irecv([receive]) if batched else [dist.irecv(tensor, 0, group)]
+        with pytest.raises(CollectiveError, match="different sizes; give both ranks tensors of"):
+            work.wait()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
 def test_a_pending_receive_does_not_block_a_collective(world):
     peer = (world.rank + 1) % world.size
     source = (world.rank - 1) % world.size

@@ -279,7 +279,9 @@ def test_messages_in_pieces_keep_their_order_beside_others(
 
 
 @mostly_in_one_kind
-@pytest.mark.parametrize("lengths", [(900, 1200), (1200, 900), (900, 9), (9, 900), (1200, 10)])
+@pytest.mark.parametrize(
+    "lengths", [(900, 1200), (1200, 900), (900, 9), (9, 900), (1200, 10), (90, 100), (100, 90)]
+)
 def test_messages_of_unlike_sizes_are_refused(world, device_of, group_with_long_messages, lengths):
     tensor = device_of(torch.zeros(lengths[world.rank]))
     if world.rank == 0:
