@@ -124,7 +124,8 @@ class RelayedOperations(HostOperations):
         self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction
     ) -> None:
         if self._is_long(tensor.nbytes):
-            self.reduce_scatter(output, contiguous(tensor).chunk(self.size), op)
+            parts = contiguous(tensor).view(-1).split(output.numel())
+            self.reduce_scatter(output, parts, op)
         else:
             super().reduce_scatter_single(output, tensor, op)
 
