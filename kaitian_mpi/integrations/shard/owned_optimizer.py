@@ -187,7 +187,7 @@ class OwnedOptimizer:
             finally:
                 optimizer.state = self._shown
             reader = StateReader(self.state, parameters_of(optimizer), reads)
-            content["state"] = OwnersState(reader.collect)
+            content["state"] = OwnersState.collected_by(reader.collect)
         return content
 
     def whole_state(self, optimizer: Optimizer, original: Any, reads: OwnerReads) -> dict[Any, Any]:

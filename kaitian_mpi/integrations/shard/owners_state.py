@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -14,69 +16,51 @@ class OwnersState(dict[int, Any]):
     In a file it is a plain dict.
     """
 
-    def __init__(self, collect: Callable[[], dict[int, Any]]) -> None:
-        """Read nothing yet; `collect` reads the whole state. Not collective."""
-        super().__init__()
-        self._collect: Any = collect
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Have what a dict of these arguments has, as if a script makes another one by its type."""
+        super().__init__(*args, **kwargs)
+        self._collect: Callable[[], Mapping[int, Any]] = dict
+        self._lock = threading.RLock()
 
-    def __getitem__(self, place: int) -> Any:
-        self._fill()
-        return super().__getitem__(place)
+    @classmethod
+    def collected_by(cls, collect: Callable[[], Mapping[int, Any]]) -> OwnersState:
+        """Return a state that `collect` will read. Not collective."""
+        state = cls()
+        state._collect = collect
+        return state
 
-    def __contains__(self, place: object) -> bool:
-        self._fill()
-        return super().__contains__(place)
-
-    def __iter__(self) -> Iterator[int]:
-        self._fill()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._fill()
-        return super().__len__()
-
-    def __eq__(self, other: object) -> bool:
-        self._fill()
-        return super().__eq__(other)
+    def read(self) -> None:
+        """Read the whole state, if it is not here yet; once that fails, it can be read again."""
+        if self._collect is not dict:
+            with self._lock:  # another thread may be reading it
+                super().update(self._collect())
+                self._collect = dict  # it refers to the optimizer's rows
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __repr__(self) -> str:
-        self._fill()
-        return super().__repr__()
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._fill()
         # Of the classes of dicts, torch.load(weights_only=True) permits this one.
-        return OrderedDict, (), None, None, iter([*super().items()])
+        return OrderedDict, (), None, None, iter(self.items())
 
-    def get(self, place: int, default: Any = None) -> Any:
-        """Return the state of a parameter."""
-        self._fill()
-        return super().get(place, default)
 
-    def keys(self) -> KeysView[int]:  # type: ignore[override]
-        """Return the places."""
-        self._fill()
-        return KeysView(self)
+_METHODS = (
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__reversed__"),
+    *("__len__", "__eq__", "__ne__", "__or__", "__ror__", "__ior__", "__repr__"),
+    *("get", "keys", "values", "items", "copy"),
+    *("pop", "popitem", "setdefault", "update", "clear"),
+)
 
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """Return the states."""
-        self._fill()
-        return ValuesView(self)
 
-    def items(self) -> ItemsView[int, Any]:  # type: ignore[override]
-        """Return the places and states."""
-        self._fill()
-        return ItemsView(self)
+def _after_reading(method: Callable[..., Any]) -> Any:
+    """Return a method of dict that first reads what is still with the owners."""
 
-    def copy(self) -> dict[int, Any]:
-        """Return a plain dict."""
-        self._fill()
-        return {**self}
+    @functools.wraps(method)
+    def read_and_call(state: OwnersState, *args: Any, **kwargs: Any) -> Any:
+        state.read()
+        return method(state, *args, **kwargs)
 
-    def _fill(self) -> None:
-        collect = self._collect
-        if collect is not None:
-            self._collect = None
-            self.update(collect())
+    return read_and_call
+
+
+for _name in _METHODS:
+    setattr(OwnersState, _name, _after_reading(getattr(dict, _name)))
