@@ -118,7 +118,7 @@ class OwnedOptimizer:
             return
         if self._whole:
             self.state.take_back(optimizer.state)  # type: ignore[arg-type]
-            optimizer.state = self._shown
+            optimizer.state = self._shown  # type: ignore[assignment]
             for group, parameters in zip(optimizer.param_groups, self._whole, strict=True):
                 group["params"] = parameters
             self._whole = []
@@ -185,7 +185,7 @@ class OwnedOptimizer:
             try:
                 content = original(optimizer)
             finally:
-                optimizer.state = self._shown
+                optimizer.state = self._shown  # type: ignore[assignment]
             reader = StateReader(self.state, parameters_of(optimizer), reads)
             content["state"] = OwnersState.collected_by(reader.collect)
         return content

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.owned_state import OwnedState
 
 
-class ShownState(defaultdict[Any, Any]):
+class ShownState(MutableMapping[Any, Any]):
     """What an optimizer shows as its `state` outside of `step`: that of this rank's rows.
 
-    A loop over all of it may change each element. The state of a parameter is with several ranks.
+    Iterating yields these rows, whose state may be changed. Looking up a whole parameter raises a
+    UserError, as its state is spread over ranks. Not a dict: its own methods would reach nothing.
     """
 
     def __init__(self, owned: OwnedState) -> None:
         """Show the state of an optimizer's rows on this rank."""
-        super().__init__(dict)
         self._owned = owned
 
     def __getitem__(self, key: Any) -> Any:
@@ -39,6 +39,11 @@ class ShownState(defaultdict[Any, Any]):
     def __len__(self) -> int:
         return len(self._owned.current)
 
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    # These must not add a missing state, as a look-up in a defaultdict does.
+
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the state of a parameter that is in no DDP."""
         return self._owned.current.get(self._checked(key), default)
@@ -47,17 +52,9 @@ class ShownState(defaultdict[Any, Any]):
         """Forget the state of a parameter that is in no DDP."""
         return self._owned.current.pop(self._checked(key), *default)
 
-    def keys(self) -> Any:
-        """Return this rank's rows."""
-        return self._owned.current.keys()
-
-    def values(self) -> Any:
-        """Return the states of this rank's rows."""
-        return self._owned.current.values()
-
-    def items(self) -> Any:
-        """Return this rank's rows and their states."""
-        return self._owned.current.items()
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter that is in no DDP, or let it have this one."""
+        return self._owned.current.setdefault(self._checked(key), default)
 
     def clear(self) -> None:
         """Forget all state, as the script does on each rank."""
