@@ -12,6 +12,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.owned_state import OwnedState, StatePiece
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
 from kaitian_mpi.integrations.shard.shown_state import ShownState
+from kaitian_mpi.integrations.shard.state_reader import StateReader
 
 MODEL = 3
 ROWS = nn.Parameter(torch.zeros(2, 5))
@@ -49,6 +50,8 @@ def test_a_rank_reads_small_values_at_once_and_rows_of_large_tensors_by_name():
     assert (begin, end, rows.tolist()) == (1, 3, [[1.0] * 5] * 2)
     owned.current[ROWS]["exp_avg"].zero_()  # while they are sent
     assert rows.sum() == 10
+    owned.current[ROWS]["step"].zero_()
+    assert piece.small == {"step": torch.tensor(1.0)}
     assert owned.serve(MODEL + 1, 1) == []
 
 
@@ -74,6 +77,17 @@ def test_a_state_that_the_script_has_replaced_can_be_read_until_the_next_backwar
     assert len(owned.serve(MODEL, 2)) == 1
 
 
+def test_a_kept_state_dict_has_the_state_of_its_step_of_parameters_in_no_model_too():
+    owned = owned_by(states=[moments(1.0)])
+    owned.current[OF_NO_MODEL] = {"step": 1}
+    reader = StateReader(owned, [OF_NO_MODEL], reads=None)  # no other rank has it
+    owned.replace(defaultdict(dict, {OF_NO_MODEL: {"step": 2}}))
+    assert reader.collect() == {0: {"step": 1}}
+    owned.end_backward()
+    with pytest.raises(UserError, match="read it before the next backward"):
+        reader.collect()
+
+
 def test_an_optimizer_shows_its_rows_and_no_state_of_a_whole_parameter():
     owned = owned_by(states=[moments(1.0)])
     shown = ShownState(owned)
@@ -86,3 +100,24 @@ def test_an_optimizer_shows_its_rows_and_no_state_of_a_whole_parameter():
     shown.clear()
     assert (len(shown), owned.steps) == (0, 2)
     assert len(owned.serve(MODEL, 1)) == 1  # which another rank may still read
+
+
+def test_every_way_to_change_a_shown_state_reaches_the_optimizer():
+    owned = owned_by(states=[moments(1.0)])
+    shown = ShownState(owned)
+    shown.setdefault(OF_NO_MODEL, {})["ema"] = 1
+    assert owned.current[OF_NO_MODEL] == {"ema": 1}
+    assert shown.setdefault(OF_NO_MODEL, {}) == {"ema": 1}
+    shown.update({OF_NO_MODEL: {"ema": 2}})
+    assert owned.current[OF_NO_MODEL] == {"ema": 2}
+    for change in (shown.setdefault, lambda key, state: shown.update({key: state})):
+        with pytest.raises(UserError):
+            change(WHOLE, {})
+    other = nn.Parameter(torch.zeros(1))
+    with pytest.raises(KeyError):
+        shown.pop(other)
+    assert (shown.get(other), other in shown) == (None, False)
+    assert [*shown.items()] == [*owned.current.items()]
+    assert str(shown) == str(dict(owned.current))
+    assert [shown.popitem()[0] for _ in range(2)] == [ROWS, OF_NO_MODEL]
+    assert not owned.current

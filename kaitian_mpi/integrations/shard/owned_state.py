@@ -18,6 +18,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
 from kaitian_mpi.integrations.shard.owned_rows import Piece, copied_rows
 from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
+from kaitian_mpi.train.state_transfer import copy_state
 
 _SMALL_FRACTION = 0.25
 
@@ -97,6 +98,21 @@ class OwnedState:
         """Take note that no rank reads the states of earlier steps any more."""
         self._before.clear()
 
+    def state_after(self, steps: int) -> Mapping[Any, Any]:
+        """Return the state, by row tensor, that this rank had after so many steps.
+
+        Raises:
+            UserError: it is not kept any more.
+        """
+        state = self.current if steps == self.steps else self._before.get(steps)
+        if state is None:
+            raise UserError(
+                "--layout shard: an optimizer's state_dict was read after the optimizer's next "
+                "step; read it before the next backward(), in the thread that trains, or keep "
+                "copy.deepcopy(state_dict)"
+            )
+        return state
+
     @contextmanager
     def pieces(self, index: int, steps: int, *wanted: int) -> Iterator[Any]:
         """Yield what this rank has of the state of a model's parameters, unchanged in the block.
@@ -111,13 +127,7 @@ class OwnedState:
             UserError: the state has changed since so many steps.
         """
         with self.lock:
-            state = self.current if steps == self.steps else self._before.get(steps)
-            if state is None:
-                raise UserError(
-                    "--layout shard: an optimizer's state_dict was read after the optimizer's next "
-                    "step; read it before the next backward(), in the thread that trains, or keep "
-                    "copy.deepcopy(state_dict)"
-                )
+            state = self.state_after(steps)
             pieces_of = _row_pieces if wanted else _state_pieces
             models = [model for model in self.models if model.rows.index == index]
             yield [piece for model in models for piece in pieces_of(state, model, *wanted)]
@@ -128,8 +138,10 @@ class OwnedState:
             if self.steps < steps:
                 return NOT_YET
             with self.pieces(index, steps, *wanted) as pieces:
-                # Copies of rows, as the script may change them while they are sent.
-                return copied_rows(pieces) if wanted else [tuple(piece) for piece in pieces]
+                # Copies, as the script may change the state while they are sent.
+                if wanted:
+                    return copied_rows(pieces)
+                return [tuple(p._replace(small=copy_state(p.small))) for p in pieces]
 
 
 def _small_numbers(parameters: Sequence[torch.Tensor]) -> Collection[int]:

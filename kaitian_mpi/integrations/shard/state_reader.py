@@ -41,6 +41,8 @@ class StateReader:
 
         Not collective.
         """
+        with self._owned.lock:
+            own = self._owned.state_after(self._steps)
         models = [self._owned.find_model(parameter) for parameter in self._parameters]
         pieces_of: dict[tuple[int, int], list[StatePiece]] = {}
         rows_of = {model.rows.index: model.rows for model in models if model is not None}
@@ -53,9 +55,8 @@ class StateReader:
         memory = HostMemory(self._parameters)
         for place, (parameter, model) in enumerate(zip(self._parameters, models, strict=True)):
             if model is None:
-                state = self._owned.current
-                if parameter in state:
-                    states[place] = dict(state[parameter])
+                if parameter in own:
+                    states[place] = dict(own[parameter])
                 continue
             pieces = pieces_of.get((model.rows.index, model.number(parameter)))
             if pieces:  # else no rank has stepped it
