@@ -30,7 +30,12 @@ from kaitian_mpi.balance.ownership import without_mirrors
 from kaitian_mpi.devices.cpu import CpuDevice
 from kaitian_mpi.distributed.sharded_model import can_be_sharded
 from kaitian_mpi.errors import AgreedError, UserError
-from kaitian_mpi.integrations.shard import extend_ddp, host_parameters, trainer_shards
+from kaitian_mpi.integrations.shard import (
+    extend_ddp,
+    host_parameters,
+    script_calls,
+    trainer_shards,
+)
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
 from kaitian_mpi.integrations.shard.install import Installed
 from kaitian_mpi.integrations.shard.placement import Placement
@@ -1013,6 +1018,22 @@ def test_a_gradient_is_not_read_in_silence(world, owners):
     loss_of(ddp(x), y).backward()
     with pytest.raises(UserError, match=r"use torch\.nn\.utils\.clip_grad_norm_"):
         model.last.weight.grad.norm()
+
+
+@pytest.mark.sizes(2, 3)
+@also_whole
+def test_a_norm_on_one_rank_is_named(world, owners, monkeypatch):
+    """Plain DDP has whole gradients on each rank, so scripts log their norm on rank 0 alone."""
+    monkeypatch.setattr(script_calls, "_SPEAKER_SEC", 0)
+    model = Net()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = adamw(model.parameters())
+    loss_of(ddp(Data(world, True)(0)[0]), Data(world, True)(0)[1]).backward()
+    with pytest.raises(
+        UserError, match=r"get_total_norm\(\) on rank 0, optimizer\.step\(\) on rank"
+    ):
+        total_norm(model.parameters()) if world.rank == 0 else optimizer.step()
+    dist.barrier()
 
 
 @also_whole

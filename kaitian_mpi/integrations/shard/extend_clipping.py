@@ -16,6 +16,7 @@ from kaitian_mpi.distributed.gradients import sum_on_host
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.remote_gradient import RemoteGradient
 from kaitian_mpi.integrations.shard.replaced import replace_all
+from kaitian_mpi.integrations.shard.script_calls import ScriptCall
 from kaitian_mpi.integrations.shard.trainer_shards import TrainerShards
 
 
@@ -64,6 +65,7 @@ def _total_norm(stock: Any, shards: TrainerShards) -> Any:
             float(stock(gradients, norm_type, False, foreach)) if gradients else 0.0
             for gradients in (rows, others)
         )
+        shards.before_sum(ScriptCall.NORM)
         norm = _joined(
             norm_of_rows, norm_of_others, float(norm_type), shards.world.size, shards.world.rank
         )
@@ -105,6 +107,7 @@ def _unscale(stock: Any, shards: TrainerShards) -> Any:
         with shards.optimizers.inside(optimizer):
             inf_by_device = dict(stock(scaler, optimizer, inv_scale, found_inf, allow_fp16))
         if shards.optimizers.get(optimizer) is not None:
+            shards.before_sum(ScriptCall.UNSCALE)
             inf_by_device.setdefault(found_inf.device, found_inf)
             # Each rank decides by the gradients of all.
             total = torch.tensor(sum(map(float, inf_by_device.values())), dtype=torch.float64)

@@ -34,12 +34,15 @@ class ScriptCall(IntEnum):
     ADD = 0
     SUM = 1
     STEP = 2
-    END = 3
+    NORM = 3
+    UNSCALE = 4
+    END = 5
 
     def __str__(self) -> str:
-        return ("backward() under no_sync()", "backward()", "optimizer.step()", "the script's end")[
-            self
-        ]
+        return (
+            *("backward() under no_sync()", "backward()", "optimizer.step()"),
+            *("get_total_norm()", "scaler.unscale_()", "the script's end"),
+        )[self]
 
 
 class _Announced(NamedTuple):
@@ -146,7 +149,7 @@ class ScriptCalls:
         }
         raise UserError(
             f"--layout shard: after {steps} optimizer steps the ranks come to different calls: "
-            f"{by_value(texts)}; give every rank as many micro-batches and steps as the others; "
-            "if the script catches an error, such as of memory, leave that batch out on every "
-            "rank, or let the error end the job"
+            f"{by_value(texts)}; give every rank as many micro-batches, steps and norms of "
+            "gradients as the others; if the script catches an error, such as of memory, leave "
+            "that batch out on every rank, or let the error end the job"
         )

@@ -18,7 +18,7 @@ from kaitian_mpi.integrations.shard.owned_optimizers import OwnedOptimizers
 from kaitian_mpi.integrations.shard.owned_rows import FIRST, MODEL
 from kaitian_mpi.integrations.shard.owner_reads import OwnerReads
 from kaitian_mpi.integrations.shard.placement import Placement
-from kaitian_mpi.integrations.shard.script_calls import ScriptCalls
+from kaitian_mpi.integrations.shard.script_calls import ScriptCall, ScriptCalls
 from kaitian_mpi.integrations.shard.served_owners import ServedOwners
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
@@ -145,6 +145,18 @@ class TrainerShards:
                 followed.add(id(model))
             rows += model.rows.of(model.number(parameter))
         return rows
+
+    def before_sum(self, call: ScriptCall) -> None:
+        """Check that all ranks come to this call, which sums something over them. Collective.
+
+        Raises:
+            UserError: the ranks' scripts do different things.
+        """
+        all_rows = [model.rows for model in self.models() if model.has_owners]
+        index, steps = (all_rows[0].index, all_rows[0].steps) if all_rows else (0, 0)
+        self._calls.announce(call, index, steps)
+        with self._calls.waiting(f"the other ranks' {call}"):
+            pass
 
     def _note_parameters(self, model: OwnedModel) -> None:
         """Take note of the parameters that a model without owners has now."""
