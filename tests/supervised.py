@@ -54,7 +54,10 @@ class FakeSnapshots(JobSnapshots):
 
     def _save(self):
         self._runner.saves.append(not self._runner.disk_is_full)
-        return not self._runner.disk_is_full
+        return "as the disk is full" if self._runner.disk_is_full else ""
+
+    def _ask_for_newer(self, hosts):
+        return frozenset(), frozenset()
 
     def _remove(self, hosts):
         self._runner.removed.append([host.name for host in hosts])

@@ -114,8 +114,8 @@ def test_a_full_disk_does_not_cause_a_restart(folder):
     assert (world.supervise(make_job(folder)), len(world.commands)) == (74, 1)
     assert world.reports[1:] == [
         "not started again: the job could not write its results, see above",
-        "the newest state is still in memory (/dev/shm): make room on the disk, and run the same "
-        f"command with --run-dir {folder} --resume auto --snapshots beef",
+        "the newest state is still in memory (/dev/shm), as the disk is full; correct that, and "
+        f"run the same command with --run-dir {folder} --resume auto --snapshots beef",
     ]
     assert world.removed == []
 
