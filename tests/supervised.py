@@ -12,6 +12,7 @@ class FakeRunner:
     def __init__(self, folder):
         self.folder = folder
         self.clock = self.stopped = 0
+        self.has_saved = False
         self.silent = set()
         """The hosts that do not answer."""
         self.reports, self.pauses, self.saves, self.removed, self.stale = [], [], [], [], []

@@ -23,13 +23,14 @@ from kaitian_mpi.runtime.launcher import SUPERVISED, SUPERVISED_FOLDER
 from kaitian_mpi.runtime.mpi_libraries import IN_ALLOCATIONS, LIBRARIES, NOTICE_DEAD_HOSTS
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.system import die_with_parent
+from kaitian_mpi.supervise.mpirun_command import TRAIN
 from kaitian_mpi.supervise.remote_shell import RemoteShell
 from kaitian_mpi.supervise.starts import JobCommand
 
 _log = logging.getLogger(__name__)
 
 _STOPS = (signal.SIGINT, signal.SIGTERM)
-_FORWARDED = (*_STOPS, signal.SIGUSR1)
+_HANDLED = (*_STOPS, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SEC = 0.1
 _CHECK_SEC = 0.5
 _GRACE_SEC = 2.0
@@ -43,7 +44,8 @@ class JobRunner:
 
     As a context manager it handles signals: SIGINT and SIGTERM are recorded in `stopped` and
     forwarded to the running command. If the state may be divided over the ranks, they first get
-    time to save it, until a second signal. SIGUSR1 is forwarded.
+    time to save it, until a second signal. SIGUSR2 is recorded as well, and asks the job to save
+    and end. SIGUSR1 is forwarded.
     """
 
     def __init__(self, job: JobCommand, shell: RemoteShell, hang_sec: float) -> None:
@@ -58,11 +60,14 @@ class JobRunner:
         self.job = job
         self.stopped = 0
         """The signal that requested a stop; 0 for none."""
+        self.has_saved = False
+        """Whether the job has ended as SIGUSR2 asked it to: its state is saved."""
         self._shell = shell
         self._hang_sec = hang_sec
         self._child: subprocess.Popen[bytes] | None = None
         self._reported_remote = False
         self._missed = 0  # a stop signal received while there was no child
+        self._is_asked = False  # whether SIGUSR2 has asked the job to save and end
         self._stop_at = float("inf")  # when the stop signal is forwarded
         self._before: dict[int, Any] = {}
 
@@ -72,7 +77,7 @@ class JobRunner:
 
     def __enter__(self) -> JobRunner:
         """Install the handlers, except for stop signals that are ignored already."""
-        for number in _FORWARDED:
+        for number in _HANDLED:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._forward)
         # If it is inherited as ignored, the kernel does not keep mpirun's exit code.
@@ -92,11 +97,12 @@ class JobRunner:
         """
         self._child = child = self._start(words)
         if self._missed:
-            child.send_signal(self._missed)
+            self._stop(child, self._missed)
         code = self._wait(child, watch)
         self._child = None
         if self.stopped:
-            self.withdraw_request()
+            is_open = self.withdraw_request()
+            self.has_saved = self._is_asked and not is_open
             # The process that saves the last step may outlive mpirun.
             wait_for_save(self.job.folder / "checkpoints")
         return code if code >= 0 else 128 - code
@@ -166,15 +172,16 @@ class JobRunner:
         child.kill()
         return child.wait()
 
-    def request_restart(self) -> None:
-        """Ask the running job to save and end."""
+    def request_restart(self) -> bool:
+        """Ask the running job to save and end; return whether it can be asked."""
         try:
             folders.request_restart(self.job.folder, self.job.job_id)
         except OSError as error:
             self.report(
-                f"{self.job.folder}: {error.strerror}; could not ask the job to save and end, so "
-                "it continues"
+                f"{self.job.folder}: {error.strerror}; could not ask the job to save and end"
             )
+            return False
+        return True
 
     def withdraw_request(self) -> bool:
         """Withdraw the request; return whether the job had not fulfilled it."""
@@ -193,18 +200,36 @@ class JobRunner:
         _log.info("%s", text)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        is_first_stop = number in _STOPS and not self.stopped
-        if is_first_stop:
+        child = self._child
+        if number == signal.SIGUSR1:
+            if child is not None:
+                child.send_signal(number)
+            return
+        is_first = self.stopped not in (*_STOPS, number)
+        if is_first:
             self.stopped = number
-        if self._child is None:
-            if number in _STOPS:
-                self._missed = number
-        elif is_first_stop and self._has_divided_state():
+        if child is None:
+            self._missed = self.stopped
+        elif is_first and number in _STOPS and self._has_divided_state():
             self._stop_at = time.monotonic() + _SAVE_SEC
             self.report("asking the job to save and end; a second signal ends it at once")
             self.request_restart()
         else:
-            self._child.send_signal(number)
+            self._stop(child, number)
+
+    def _stop(self, child: subprocess.Popen[bytes], number: int) -> None:
+        """Forward a stop signal; in place of SIGUSR2, make a request that kaitian-train follows.
+
+        It tells later whether the state was saved, and is not lost if a rank is still starting, or
+        if mpirun does not forward the signal.
+        """
+        can_ask = number == signal.SIGUSR2 and self.job.command.program == TRAIN
+        if can_ask and not self._is_asked:
+            self._is_asked = self.request_restart()
+            if self._is_asked:
+                self.report("asking the job to save and end")
+        if not (can_ask and self._is_asked):
+            child.send_signal(number)
 
     def _has_divided_state(self) -> bool:
         """Return whether it may be that only all ranks together can save the steps done so far."""

@@ -39,8 +39,8 @@ class JobSnapshots:
         folder = folders.snapshot_folder_by_shell(self._job.config.snapshots)
         self._shell.run(hosts, ["rm", "-rf", f'"{folder}"'])
 
-    def end(self, code: int) -> None:
-        """Remove what is no longer needed once the job has ended with an exit code.
+    def end(self, finished: bool) -> None:
+        """Remove what is no longer needed once the job has ended.
 
         A finished run removes its own snapshots, except on hosts that were left out. The newest
         state of another one is written to disk first; if it cannot be, or is in another host's
@@ -48,9 +48,11 @@ class JobSnapshots:
         """
         if not self._job.owns_snapshots:
             return
-        hosts = [host for name, host in self._remote.items() if code or name in self._left_out]
+        hosts = [
+            host for name, host in self._remote.items() if not finished or name in self._left_out
+        ]
         unknown: frozenset[str] = frozenset()
-        if code:
+        if not finished:
             if fault := self._save():
                 self._report_kept(f"in memory ({folders.SHM}), {fault}; correct that, and")
                 return

@@ -74,8 +74,9 @@ def supervise(
     job's hosts have changed do not count.
 
     Returns:
-        The exit code: 0 if the job has finished, 128 + n after signal n, 2 after a usage error, 74
-        if the results cannot be written; otherwise mpirun's last code, with 1 in place of 0.
+        The exit code: 0 if the job has finished, or has saved and ended as SIGUSR2 asks; 128 + n
+        after another signal n, 2 after a usage error, 74 if the results cannot be written;
+        otherwise mpirun's last code, with 1 in place of 0.
     """
     code = 1
     supervisor = _Supervisor(job, runner, shell, snapshots, max_restarts + 1, changes)
@@ -124,7 +125,7 @@ class _Supervisor:
                 runner.report(f"finished after {count_text(number, 'start')}")
                 return 0
             if runner.stopped:
-                return self._end_by_signal()
+                return self._end_by_signal(code)
             has_trained = state.is_beyond(before)
             if code == UserError.exit_code and not has_trained and not self._joined:
                 return code
@@ -141,11 +142,11 @@ class _Supervisor:
                 runner.report(f"mpirun ended with code {code}, and the job is not finished")
                 failures += 1
             if not self._choose_hosts():
-                return self._end_by_signal() if runner.stopped else 1
+                return self._end_by_signal(code) if runner.stopped else 1
             if self._idle > 1 and not runner.stopped:
                 runner.pause(_PAUSE_SEC)
             if runner.stopped:
-                return self._end_by_signal()
+                return self._end_by_signal(code)
             number += 1
 
     def close(self, code: int) -> None:
@@ -153,7 +154,8 @@ class _Supervisor:
         if self._changes is not None:
             self._changes.close()
             self._runner.withdraw_request()
-        self._snapshots.end(code)
+        has_finished = code == 0 and self._runner.stopped != signal.SIGUSR2
+        self._snapshots.end(has_finished)
 
     def _start(self, number: int, before: RunState) -> tuple[int, bool]:
         """Start the job, wait for its end, and record whether it made progress.
@@ -264,7 +266,9 @@ class _Supervisor:
         )
         return code or 1
 
-    def _end_by_signal(self) -> int:
-        number = self._runner.stopped
-        self._runner.report(f"ended by {signal.Signals(number).name}; not started again")
-        return 128 + number
+    def _end_by_signal(self, code: int) -> int:
+        runner = self._runner
+        runner.report(f"ended by {signal.Signals(runner.stopped).name}; not started again")
+        if runner.stopped != signal.SIGUSR2:
+            return 128 + runner.stopped
+        return 0 if runner.has_saved else code or 1

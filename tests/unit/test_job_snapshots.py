@@ -88,17 +88,19 @@ class Hosts:
 
 
 @pytest.mark.parametrize(
-    ("code", "removed"), [(0, ["c"]), (1, ["b", "c"])], ids=["finished", "failed"]
+    ("finished", "removed"), [(True, "c"), (False, "bc")], ids=["finished", "failed"]
 )
-def test_a_finished_run_leaves_only_the_hosts_that_were_left_out(tmp_path, memory, code, removed):
+def test_a_finished_run_leaves_only_the_hosts_that_were_left_out(
+    tmp_path, memory, finished, removed
+):
     job, hosts = make_job(tmp_path / "run"), Hosts(tmp_path)
     snapshots = JobSnapshots(job, hosts, print)
     snapshots.follow_hosts(job.remote, frozenset("c"))
     snapshots.follow_hosts(job.remote, frozenset())
     for name in removed:
         hosts.add(name)
-    snapshots.end(code)
-    assert [words for words in hosts.commands if words[1] == "rm"] == [("".join(removed), "rm")]
+    snapshots.end(finished)
+    assert [words for words in hosts.commands if words[1] == "rm"] == [(removed, "rm")]
     assert hosts.with_snapshots() == ""
 
 
@@ -117,7 +119,7 @@ def test_a_failed_run_keeps_all_if_another_hosts_state_is_newer(tmp_path, memory
     (job.folder / "checkpoints/step-00000090.json").touch()
     hosts.add("b", *OLDER)
     hosts.add("c", *on_c)
-    JobSnapshots(job, hosts, reports.append).end(1)
+    JobSnapshots(job, hosts, reports.append).end(finished=False)
     assert hosts.with_snapshots() == kept
     expected = (
         f"the newest state is still in the memory of c ({memory}): run the same command with "
@@ -129,7 +131,7 @@ def test_a_failed_run_keeps_all_if_another_hosts_state_is_newer(tmp_path, memory
 def test_a_failed_run_keeps_the_state_of_a_host_that_cannot_be_asked(tmp_path, memory):
     job, reports, hosts = make_job(tmp_path / "run"), [], Hosts(tmp_path, silent="b")
     hosts.add("b", "step-00000100.json")
-    JobSnapshots(job, hosts, reports.append).end(1)
+    JobSnapshots(job, hosts, reports.append).end(finished=False)
     assert hosts.commands == [("bc", "sh"), ("c", "rm")]  # b may answer again meanwhile
     assert reports == [f"{memory}/kaitian-beef-* may be left on b"]
 
@@ -138,7 +140,7 @@ def test_a_snapshot_that_cannot_be_written_to_disk_is_kept_and_its_fault_named(t
     job, reports = make_job(tmp_path / "run"), []
     folder = memory / "kaitian-beef-here"
     folder.mkdir(mode=0o755)
-    JobSnapshots(job, Hosts(tmp_path), reports.append).end(1)
+    JobSnapshots(job, Hosts(tmp_path), reports.append).end(finished=False)
     assert folder.exists()
     (report,) = reports
     said = f"still in memory ({memory}), as it could not be written to disk: {folder} is not used: "

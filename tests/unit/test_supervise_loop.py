@@ -195,6 +195,19 @@ def test_a_signal_between_two_starts_ends_the_loop(folder, moment):
     assert len(world.commands) == 2
 
 
+@pytest.mark.parametrize(
+    ("run", "saved", "code"),
+    [(Run(0, step=5), True, 0), (Run(0, step=5), False, 1), (Run(9), False, 9)],
+    ids=["saved", "not saved", "failed"],
+)
+def test_sigusr2_ends_a_job_with_what_it_has_saved(folder, run, saved, code):
+    world = World(folder, replace(run, signal=signal.SIGUSR2))
+    world.has_saved = saved
+    assert (world.supervise(make_job(folder)), world.runs) == (code, [])
+    assert world.reports[-1] == "ended by SIGUSR2; not started again"
+    assert (world.saves, world.removed) == ([True], [["b", "c"]])
+
+
 def test_a_users_checkpoint_is_resumed_in_a_folder_that_holds_a_run(folder):
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 90}\n')

@@ -213,6 +213,33 @@ def test_sigusr1_is_forwarded_and_ends_nothing(place):
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("program", "end", "code"),
+    [
+        ("kaitian-train", "rm run/restart-request; exit 0", 0),
+        ("kaitian-train", "exit 0", 1),  # it has not saved
+        ("kaitian-train", "summary 9 true; exit 0", 0),
+        ("kaitian-run", "exit 5", 5),
+    ],
+    ids=["saves", "fails", "finishes", "a script"],
+)
+def test_sigusr2_has_the_job_save_and_end_and_it_is_not_started_again(place, program, end, code):
+    words = ["--run-dir=run"] if program == "kaitian-train" else ["x.py"]
+    asked = f"[ -e run/restart-request ] && {{ {end}; }}"
+    script = f"trap '{end}' USR2; {WAIT}"
+    if program == "kaitian-train":
+        script = f"trap 'exit 9' USR2; {WAIT.replace('do ', f'do {asked}; ')}"
+    process = start(place, script, "-np", "2", program, *words)
+    wait_for(place / "ready")
+    process.send_signal(signal.SIGUSR2)
+    _, err = process.communicate(timeout=LONGEST_SEC)
+    assert (process.returncode, calls(place)) == (code, 1), err
+    assert ("kaitian-supervise: ended by SIGUSR2; not started again\n" in err) is (
+        "true" not in end
+    )
+    assert not (place / "run/restart-request").exists()
+
+
 def test_mpiruns_end_and_code_are_noticed_also_if_sigchld_is_ignored(place):
     ignore = partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)  # which processes inherit
     process = start(place, "exit 2", "-np", "2", "kaitian-train", preexec_fn=ignore)
