@@ -21,10 +21,15 @@ class FakeRunner:
     def replace_job(self, job):
         self.job = job
 
-    def write_results(self, step, finished):
+    def write_results(self, step, finished, resumed=None):
+        """Write a job's results; `resumed`: the step after which it has repeated the others."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step}) + "\n")
+        metrics = self.folder / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        if resumed is not None:
+            lines = [line for line in lines if json.loads(line)["step"] <= resumed]
+        lines.append(json.dumps({"step": step, "time": self.clock}))
+        metrics.write_text("".join(f"{line}\n" for line in lines))
         summary = {"steps": step, "finished": finished}
         (self.folder / "summary.json").write_text(json.dumps(summary))
 

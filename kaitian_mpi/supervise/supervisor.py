@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ _QUICK_SEC = 5.0
 _MAX_QUICK = 2
 _PAUSE_SEC = 5.0
 _CHECK_SEC = 1.0
+_MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,10 @@ class RunState:
     finished: bool = False
     steps: int = 0
     """Steps according to the summary."""
-    metrics_bytes: int = 0
-    """Size of metrics.jsonl, which grows every few steps."""
+    last_step: int = 0
+    """Step of the last line in metrics.jsonl, to which one is added every few steps."""
+    measured_at: float = 0.0
+    """Time of that line, in seconds since 1970."""
     confirmed_at: int = field(default=0, compare=False)
     """When the summary was last written or confirmed, in nanoseconds; 0 if there is none."""
 
@@ -41,19 +46,36 @@ class RunState:
         return self.finished and (not before.finished or self.confirmed_at != before.confirmed_at)
 
     def is_beyond(self, before: RunState) -> bool:
-        """Return whether steps have been trained since then."""
-        return self.steps > before.steps or self.metrics_bytes > before.metrics_bytes
+        """Return whether steps have been trained since then.
+
+        Lines of steps that are trained again are removed first, so their times tell. The clocks of
+        two hosts may differ, so the numbers tell as well.
+        """
+        return (
+            self.steps > before.steps
+            or self.last_step > before.last_step
+            or self.measured_at > before.measured_at
+        )
 
 
 def read_state(folder: Path) -> RunState:
     """Read a run folder; return the default state if it is missing or unreadable."""
     summary = Summary.from_json(read_json(folder / NAME))
-    confirmed_at = metrics_bytes = 0
+    confirmed_at = 0
     with suppress(OSError):
         confirmed_at = (folder / NAME).stat().st_mtime_ns
-    with suppress(OSError):
-        metrics_bytes = (folder / "metrics.jsonl").stat().st_size
-    return RunState(summary.finished, summary.steps or 0, metrics_bytes, confirmed_at)
+    last_step, measured_at = _read_last_line(folder / "metrics.jsonl")
+    return RunState(summary.finished, summary.steps or 0, last_step, measured_at, confirmed_at)
+
+
+def _read_last_line(path: Path) -> tuple[int, float]:
+    """Return the step and the time in a file's last whole line; 0 for what is missing."""
+    with suppress(OSError, ValueError, LookupError, TypeError), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _MAX_LINE_BYTES))
+        line = json.loads(file.read().split(b"\n")[-2])
+        return int(line["step"]), float(line.get("time", 0.0))
+    return 0, 0.0
 
 
 def supervise(

@@ -1,5 +1,6 @@
 """When a supervised job is restarted and when not: the loop with fakes for all effects."""
 
+import json
 import os
 import signal
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from kaitian_mpi.errors import UserError
 from kaitian_mpi.supervise.hosts import parse_host_list
 from kaitian_mpi.supervise.mpirun_command import parse_command
 from kaitian_mpi.supervise.starts import JobCommand
+from kaitian_mpi.supervise.supervisor import read_state
 
 
 @dataclass
@@ -21,6 +23,7 @@ class Run:
     code: int = 1
     seconds: int = 60
     step: int = 0
+    resumed: int | None = None
     finished: bool = False
     lost: str = ""
     signal: int = 0
@@ -40,7 +43,7 @@ class World(FakeRunner):
         self.clock += last.seconds
         self.stopped, self.silent = last.signal, set(last.lost)
         if last.step or last.finished:
-            self.write_results(last.step, last.finished)
+            self.write_results(last.step, last.finished, last.resumed)
         return last.code
 
     def lost_hosts(self, hosts):
@@ -173,6 +176,29 @@ QUICKLY = "2 starts (the last two failed immediately, on the same hosts)"
 def test_a_job_is_started_again_until_it_has_finished_or_does_not_help(folder, runs, code, end):
     found, world = outcome(folder, *runs)
     assert (found, world.reports[-1]) == (code, end)
+
+
+def test_steps_that_are_trained_again_are_progress(folder):
+    """Their earlier lines in metrics.jsonl are removed, so that the file becomes shorter."""
+    runs = [Run(step=step) for step in (40, 80, 100)]
+    runs += [Run(seconds=1, step=50, resumed=40), Run(seconds=1, step=50, resumed=40), FINISHED]
+    code, world = outcome(folder, *runs, max_restarts=6)
+    assert (code, world.reports[-1]) == (0, "finished after 6 starts")
+
+
+def test_what_was_trained_is_read_from_the_last_whole_line(folder):
+    folder.mkdir()
+    line = json.dumps({"step": 7, "time": 5.5, "batch_sizes": [1] * 1000}) + "\n"
+    for text, expected in (
+        (line, (7, 5.5)),
+        (line * 900 + line[:-2], (7, 5.5)),
+        ("", (0, 0.0)),
+        ("damaged\n", (0, 0.0)),
+        ("[]\n", (0, 0.0)),
+    ):
+        (folder / "metrics.jsonl").write_text(text)
+        state = read_state(folder)
+        assert (state.last_step, state.measured_at) == expected
 
 
 def test_only_consecutive_starts_without_progress_are_delayed(folder):
