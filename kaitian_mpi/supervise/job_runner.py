@@ -20,11 +20,11 @@ from kaitian_mpi.observe import folders
 from kaitian_mpi.observe.folder_lock import wait_for_save
 from kaitian_mpi.preflight.verdict import list_names
 from kaitian_mpi.runtime.launcher import SUPERVISED, SUPERVISED_FOLDER
-from kaitian_mpi.runtime.mpi_libraries import IN_ALLOCATIONS, LIBRARIES, NOTICE_DEAD_HOSTS
+from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, NOTICE_DEAD_HOSTS
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.runtime.system import die_with_parent
 from kaitian_mpi.supervise.mpirun_command import TRAIN
-from kaitian_mpi.supervise.remote_shell import RemoteShell
+from kaitian_mpi.supervise.remote_shell import RemoteShell, is_in_allocation
 from kaitian_mpi.supervise.starts import JobCommand
 
 _log = logging.getLogger(__name__)
@@ -149,13 +149,18 @@ class JobRunner:
                 limit_sec = min(2 * limit_sec, _MAX_HANG_SEC)
 
     def _continues_elsewhere(self) -> bool:
-        """Return whether ranks on other hosts continue without those on this machine."""
+        """Return whether ranks on other hosts continue without those on this machine.
+
+        They may if that is unknown: a job that trains must not be ended.
+        """
         job = self.job
         if not job.survives:
             return False
-        if not job.hosts and any(name in os.environ for name in IN_ALLOCATIONS):
+        if not job.hosts and is_in_allocation():
             return True  # only the batch system knows the hosts
         hosts = self._shell.hosts_with_ranks(job.remote, job.job_id)
+        if hosts is None:
+            return True
         if hosts and not self._reported_remote:
             self._reported_remote = True
             names = list_names(sorted(hosts))

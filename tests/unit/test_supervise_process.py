@@ -16,8 +16,8 @@ from choices import by_default
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.runtime.polling import wait_until
 from kaitian_mpi.supervise import mpirun_process
-from kaitian_mpi.supervise.hosts import Host
-from kaitian_mpi.supervise.job_runner import environment
+from kaitian_mpi.supervise.hosts import Host, parse_host_list
+from kaitian_mpi.supervise.job_runner import JobRunner, environment
 from kaitian_mpi.supervise.mpirun_command import parse_command
 from kaitian_mpi.supervise.remote_shell import RemoteShell
 from kaitian_mpi.supervise.starts import JobCommand
@@ -303,6 +303,42 @@ def test_a_job_with_live_ranks_on_other_hosts_is_not_terminated(place, options, 
     mark = (place / "names").read_text().split()[1]
     question = f"198.51.100.5 grep -qs OMPI_KAITIAN_JOB={mark} /proc/[0-9]*/environ\n"
     assert (question in asked) == (not is_ended)
+
+
+@pytest.mark.linux("ranks are found in /proc")
+@pytest.mark.parametrize(
+    ("agent", "hosts", "allocation", "code"),
+    [
+        ("none", "localhost,b", "", 7),
+        ("none", "localhost", "", 143),
+        ("false", "localhost,b", "SLURM_JOB_ID", 7),
+        *by_default([("true", "localhost,b", "SLURM_JOB_ID", 7)], ()),
+        *by_default([("grep-fails", "localhost,b", "SLURM_JOB_ID", 143)], ()),
+        *by_default([("none", "", "SLURM_JOB_ID", 7)], ()),
+    ],
+    ids=["no agent", "no host", "no ssh", "ranks there", "no ranks there", "unknown hosts"],
+)
+def test_a_job_of_which_it_is_unknown_whether_it_lives_on_is_not_terminated(
+    tmp_path, monkeypatch, agent, hosts, allocation, code
+):
+    """In an allocation, mpirun reaches hosts by the batch system, and ssh may not."""
+    write_script(tmp_path / "grep-fails", '#!/bin/sh\n[ "$2" != grep ]\n')
+    write_script(tmp_path / "false", "#!/bin/sh\nexit 255\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    if allocation:
+        monkeypatch.setenv(allocation, "7")
+    options = f"--host {hosts}" if hosts else ""
+    job = JobCommand(
+        command=parse_command(f"mpirun --with-ft ulfm {options} kaitian-train".split()),
+        hosts=parse_host_list(hosts) if hosts else (),
+        local=frozenset(["localhost"]),
+        hostfiles={},
+        folder=tmp_path,
+        config=TrainConfig(snapshots="a"),
+    )
+    runner = JobRunner(job, RemoteShell([agent], 20.0), 0.3)
+    script = "OMPI_COMM_WORLD_RANK=0 sleep 0.7; sleep 2; exit 7"
+    assert runner.run(["sh", "-c", script]) == code
 
 
 def test_ranks_are_found_by_their_job_id(tmp_path):
