@@ -22,7 +22,7 @@ from kaitian_mpi.errors import CollectiveError, UserError
 from kaitian_mpi.runtime import ulfm
 from kaitian_mpi.runtime.abort import abort_with_traceback
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
-from kaitian_mpi.runtime.polling import nap, sleeping_barrier, wait_request, wait_until
+from kaitian_mpi.runtime.polling import keep_alive, nap, sleeping_barrier, wait_request, wait_until
 from kaitian_mpi.train.state_transfer import get_state, get_tensor, put_state, put_tensor
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ class OwnerReads:
         self._comm: MPI.Intracomm = comm.Dup()
         self._serve = serve
         self._tags = itertools.cycle(_REPLIES)
+        self._abandoned: set[int] = set()  # tags of replies that were not received to their end
         self._waiting: list[_Request] = []
+        self._replies: list[MPI.Request] = []  # not received yet, with what they send
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kaitian-owner", daemon=True)
         self._thread.start()
@@ -114,13 +116,14 @@ class OwnerReads:
             sleeping_barrier(self._comm)
         self._stop.set()
         self._thread.join()
+        keep_alive(*self._replies)  # whose readers were interrupted
 
     @contextmanager
     def _asking(
         self, rank: int, kind: int, *numbers: int
     ) -> Iterator[tuple[Callable[[np.ndarray], None], int]]:
         """Ask a rank, and yield what receives its reply, and the forms of the rows in that."""
-        tag = next(self._tags)
+        tag = next(tag for tag in self._tags if tag not in self._abandoned)
         receive = partial(self._receive, source=rank, tag=tag)
         request = np.array([tag, kind, *numbers], dtype=np.int64)
         try:
@@ -133,7 +136,8 @@ class OwnerReads:
                 yield receive, forms
                 return
             receive(fault := np.empty(length, dtype=np.uint8))
-        except Exception as error:
+        except BaseException as error:
+            self._abandoned.add(tag)  # a later reply would be taken for the rest of this one
             if ulfm.may_be_loss(error):
                 raise CollectiveError(f"rank {rank}, which owns what was read, is lost") from error
             raise
@@ -152,7 +156,7 @@ class OwnerReads:
                 if self._comm.Iprobe(MPI.ANY_SOURCE, _REQUEST, status):
                     self._waiting.append(self._receive_request(status))
                 answered = [self._answer(request) for request in [*self._waiting]]
-                if any(answered):
+                if self._drop_received() or any(answered):
                     idle_since = time.monotonic()
             except MPI.Exception as error:
                 if not ulfm.may_be_loss(error):
@@ -173,7 +177,8 @@ class OwnerReads:
         """Answer a request, if its state is there; return whether it is answered."""
 
         def send(content: np.ndarray) -> None:
-            wait_request(self._comm.Isend(content, request.source, request.tag))
+            # Nonblocking: a reader that was interrupted must not delay the replies to the others.
+            self._replies.append(self._comm.Isend(content, request.source, request.tag))
 
         fault = ""
         try:
@@ -200,6 +205,12 @@ class OwnerReads:
         else:
             put_state(state, send)
         return True
+
+    def _drop_received(self) -> bool:
+        """Drop the replies that have been received; return whether there were any."""
+        before = len(self._replies)
+        self._replies = [reply for reply in self._replies if not ulfm.is_done(reply)]
+        return len(self._replies) < before
 
 
 def _forms(pieces: Sequence[Rows]) -> int:
