@@ -9,6 +9,7 @@ import gc
 import itertools
 import re
 import time
+import weakref
 from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -1058,6 +1059,25 @@ def test_a_model_is_deleted_while_another_rank_reads_it(world, owners):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
+@also_whole
+def test_a_deleted_model_is_freed_before_the_next_one_has_owners(world, owners):
+    """Which are chosen by the memory that is left; of rows, gradients and an optimizer's state."""
+    (shards,) = extend_ddp._active
+    model = Net()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = adamw(ddp.parameters())
+    step_once(ddp, optimizer, *Data(world, True)(0))
+    kept = weakref.ref(shards.model_of(model.last.weight).rows)
+    kept_state = weakref.ref(shards.optimizers.get(optimizer).state)
+    del model, ddp, optimizer
+    gc.collect()
+    assert kept() is not None  # another rank may still read it
+    assert kept_state() is not None
+    DistributedDataParallel(Net(), find_unused_parameters=True)(Data(world, True)(0)[0])
+    assert kept() is None
+    assert kept_state() is None
+
+
 def late_with_scaler(model, module, data):
     """The scaler is the first that looks at an optimizer which was created after a forward."""
     loss_of(model(data(0)[0]), data(0)[1]).backward()
@@ -1517,7 +1537,8 @@ class Hidden:
 def hidden_output(ddp, module, optimizer, x, y):
     other = nn.Linear(13, 7).double()
     other.register_forward_hook(lambda module, inputs, output: Hidden(output))
-    loss_of(DistributedDataParallel(other)(x).value, y).backward()
+    wrapped = DistributedDataParallel(other)
+    loss_of(wrapped(x).value, y).backward()
 
 
 REFUSALS = [

@@ -73,7 +73,8 @@ class ModelPasses:
         # By the numbers of parameters that forwards have returned: whether the backward ends a step
         self._returned: dict[int, bool] = {}
         self._watched: set[int] = set()  # the numbers of the parameters that have a hook
-        self._gradients = RemoteGradients(parameters, self._gradients_of)
+        # By a weak reference: the rows are views of parameters, whose `.grad` would else keep them.
+        self._gradients = RemoteGradients(parameters, partial(_gradients_of, weakref.ref(self)))
 
     def begin(
         self, module: nn.Module, group: Any, sharded: ScriptParameters | None, prefetches: bool
@@ -208,7 +209,8 @@ class ModelPasses:
             self._backward_done()
         self._gradients.show(self.sums.numbers_used())
 
-    def _gradients_of(self, number: int) -> list[torch.Tensor]:
+    def gradients_of(self, number: int) -> list[torch.Tensor]:
+        """Return this rank's rows of the sum of a parameter's gradient. Not collective."""
         assert self.sums is not None
         if self.sums.is_complete:
             return self._rows.gradients(number)
@@ -250,6 +252,16 @@ class ModelPasses:
             group=group,
             waits=self._calls.waiting,
         )
+
+
+def _gradients_of(ref: weakref.ref[ModelPasses], number: int) -> list[torch.Tensor]:
+    passes = ref()
+    if passes is None:
+        raise UserError(
+            "--layout shard: a gradient is used after its DistributedDataParallel and the "
+            "optimizers were deleted; delete them later, or set .grad to None"
+        )
+    return passes.gradients_of(number)
 
 
 def _is_called_by_compiled_code() -> bool:

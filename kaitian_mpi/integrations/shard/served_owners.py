@@ -12,7 +12,7 @@ from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
 
 
 class ServedOwners:
-    """Finds what a rank has asked for by a kind, and by an index of that kind.
+    """Maps a kind and an index to the rows, or the state, that other ranks may read.
 
     An index is given in the order in which models, or optimizers, become owned: that of all ranks.
     """
@@ -31,11 +31,16 @@ class ServedOwners:
         self._served[kind].append(owned)
         weakref.finalize(of, self._deleted.append, (kind, index)).atexit = False
 
-    def free_deleted(self) -> None:
-        """Free what the script has deleted, once no rank reads it any more."""
+    def free_deleted(self) -> bool:
+        """Free what the script has deleted; return whether there was any.
+
+        To be called when all ranks have come as far, as another one may read it until then.
+        """
+        were_any = bool(self._deleted)
         while self._deleted:
             kind, index = self._deleted.pop()
             self._served[kind][index] = None
+        return were_any
 
     def serve(self, kind: int, index: int, *numbers: int) -> Any:
         """Return what the `serve` of OwnedRows or OwnedState returns; `NOT_YET` without an owner.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -23,7 +24,7 @@ from kaitian_mpi.integrations.shard.served_owners import ServedOwners
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
-from kaitian_mpi.runtime.polling import WaitContext
+from kaitian_mpi.runtime.polling import WaitContext, sleeping_barrier
 
 
 class TrainerShards:
@@ -168,6 +169,10 @@ class TrainerShards:
 
     def _assign(self, model: OwnedModel) -> None:
         """Choose the owners of a model, by the ranks' memory. Collective."""
+        with self._waits("the other ranks' first forward"):
+            sleeping_barrier(self.world.comm)  # one that is not there may read a deleted model
+        if self._served.free_deleted():
+            gc.collect()  # sharded parameters refer to their rows, and these to the parameters
         self._note_parameters(model)
         optimizers = self.optimizers.of_model(model)
         for optimizer in optimizers:
