@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -169,11 +170,17 @@ class OwnedOptimizer:
             state: as `state_dict` returns it; its tensors are on any device.
             original: torch's own `load_state_dict`.
         """
-        original(optimizer, {**state, "state": {}})
+        state = {**state}  # a hook may change it
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            state = hook(optimizer, state) or state
+        with _without_load_hooks(optimizer):
+            original(optimizer, {**state, "state": {}})
         if self.has_begun:
             self._keep(optimizer, state["state"])
         else:
             self._loaded = state["state"]
+        for end_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            end_hook(optimizer)
 
     def state_dict(self, optimizer: Optimizer, original: Any, reads: OwnerReads) -> dict[str, Any]:
         """Return the whole `state_dict`, whose state is read from its owners when it is needed."""
@@ -233,10 +240,24 @@ class OwnedOptimizer:
             state = {numbers[id(targets[n])]: content for n, content in own.items()}
             groups = optimizer.param_groups
             numbered = number_groups(groups, [group["params"] for group in groups])
-            _load_state_dict(optimizer, {"state": state, "param_groups": numbered})
+            with _without_load_hooks(optimizer):
+                _load_state_dict(optimizer, {"state": state, "param_groups": numbered})
             optimizer.param_groups = groups  # not copies, as the script may have kept them
         finally:
             self.leave(optimizer)
+
+
+@contextmanager
+def _without_load_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Let the script's hooks of `load_state_dict` not see a part of a state in the block."""
+    attributes = vars(optimizer)
+    names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    hooks = {name: attributes[name] for name in names}
+    attributes.update({name: OrderedDict() for name in names})
+    try:
+        yield
+    finally:
+        attributes.update(hooks)
 
 
 def _copied(value: Any) -> Any:
