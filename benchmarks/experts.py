@@ -145,15 +145,15 @@ def compare_overlap(options: argparse.Namespace) -> None:
     with open_training(options, expert_chunks=options.chunks, **settings) as training:
         steps = iter(training)
         next(steps)
-        travel = training._session.loop.engine.exchange.travel
+        dispatcher = training._session.loop.engine.exchange.dispatcher
         waited: list[float] = []
 
         def step_sec(hides: bool) -> float:
-            travel.set_chunks(options.chunks if hides else 0)
+            dispatcher.set_chunks(options.chunks if hides else 0)
             median_step(steps, 1, options.settle)
-            before = travel.waited_sec
+            before = dispatcher.waited_sec
             seconds = median_step(steps, options.steps, 0)
-            part = (travel.waited_sec - before) / options.steps / seconds
+            part = (dispatcher.waited_sec - before) / options.steps / seconds
             if not hides:
                 waited.append(min(gather_values(world.comm, part)))
             return max(gather_values(world.comm, seconds))

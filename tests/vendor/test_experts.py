@@ -71,5 +71,5 @@ def test_tokens_that_travel_are_computed_as_in_one_process(world, chunks):
         dist.all_reduce(total)
         assert (total - other.grad).abs().max() <= 1e-12
     exchange.close()
-    has_library = exchange.travel.routes.joined != []
+    has_library = exchange.dispatcher.links.joined != []
     assert ("all_to_all_single" in fake_library.calls) == has_library

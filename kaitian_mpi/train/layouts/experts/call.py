@@ -9,11 +9,11 @@ import torch
 
 from kaitian_mpi.distributed.experts import Experts
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.layouts.experts.dispatch import Dispatch, Tags
+from kaitian_mpi.train.layouts.experts.dispatcher import Dispatcher
 from kaitian_mpi.train.layouts.experts.headers import DTYPES, CallHeader, Headers
 from kaitian_mpi.train.layouts.experts.incoming import RowsAsTheyArrive, RowsInOrder
 from kaitian_mpi.train.layouts.experts.places import ExpertPlaces
-from kaitian_mpi.train.layouts.experts.routes import Tags, Trip
-from kaitian_mpi.train.layouts.experts.travel import Travel
 
 
 class MixtureCall:
@@ -25,7 +25,7 @@ class MixtureCall:
 
     def __init__(
         self,
-        travel: Travel,
+        dispatcher: Dispatcher,
         places: ExpertPlaces,
         experts: Experts,
         number: int,
@@ -41,15 +41,15 @@ class MixtureCall:
         self.mixture = places.number_of(experts)
         self.by_expert: list[int] = []
         """What all ranks wanted, after `forward`."""
-        self._travel = travel
-        self._chunks = travel.chunks
+        self._dispatcher = dispatcher
+        self._chunks = dispatcher.chunks
         self._places = places
         self._experts = experts
         self._counts = list(counts)
         self._wanted = list(wanted)
         self._needs_gradient = torch.is_grad_enabled()
         held = places.held(self.mixture)
-        self._held = held[self._travel.routes.rank]
+        self._held = held[self._dispatcher.links.rank]
         self._expert_ends = [0, *accumulate(map(len, held))]
         self._rows_to = [sum(self._of_rank(self._counts, rank)) for rank in range(len(held))]
         self._like = torch.empty(0)
@@ -62,7 +62,7 @@ class MixtureCall:
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the outputs for this rank's rows, in their order. Collective."""
-        rank = self._travel.routes.rank
+        rank = self._dispatcher.links.rank
         rows = rows.detach().contiguous()
         if rows.dtype not in DTYPES:
             raise UserError(
@@ -70,7 +70,7 @@ class MixtureCall:
                 f"{rows.dtype}; give it float64, float32, bfloat16 or float16"
             )
         self._like = rows[:0]
-        self._travel.catch_up()
+        self._dispatcher.catch_up()
         header = CallHeader(
             number=self.number,
             mixture=self.mixture,
@@ -79,10 +79,12 @@ class MixtureCall:
             counts=self._counts,
             wanted=self._wanted,
         )
-        headers = Headers(self._travel.routes, self._places, header, self._check, self._cut_to_here)
+        headers = Headers(
+            self._dispatcher.links, self._places, header, self._check, self._cut_to_here
+        )
         blocks = rows.split(self._rows_to)
-        trips = self._make_trips(blocks, is_backward=False)
-        incoming = RowsAsTheyArrive(trips, headers)
+        dispatches = self._dispatch(blocks, is_backward=False)
+        incoming = RowsAsTheyArrive(dispatches, headers)
 
         def compute(peer: int, chunk: int, arrived: torch.Tensor) -> torch.Tensor:
             if peer == rank:
@@ -91,8 +93,8 @@ class MixtureCall:
                 counts = headers.chunks_of(peer)[chunk]
             return self._compute(peer, chunk, arrived, counts)
 
-        replies = self._travel.carry(incoming, blocks[rank], compute)
-        wanted_by_peer = [headers.header_of(peer).wanted for peer in self._travel.routes.others]
+        replies = self._dispatcher.run(incoming, blocks[rank], compute)
+        wanted_by_peer = [headers.header_of(peer).wanted for peer in self._dispatcher.links.others]
         self.by_expert = [
             sum(of_ranks) for of_ranks in zip(self._wanted, *wanted_by_peer, strict=True)
         ]
@@ -104,15 +106,15 @@ class MixtureCall:
         `gradient` is None, and counts as zero, if no loss of this rank depends on the outputs, or
         if its loss does not count.
         """
-        self._travel.catch_up()
+        self._dispatcher.catch_up()
         if gradient is None:
             gradient = self._like.new_zeros(sum(self._rows_to), *self._like.shape[1:])
         blocks = gradient.contiguous().split(self._rows_to)
-        trips = self._make_trips(blocks, is_backward=True)
-        for trip in trips:
-            trip.expect({peer: self._lengths_from(peer) for peer in trip.peers})
-        own_block = blocks[self._travel.routes.rank]
-        replies = self._travel.carry(RowsInOrder(trips), own_block, self._backpropagate)
+        dispatches = self._dispatch(blocks, is_backward=True)
+        for dispatch in dispatches:
+            dispatch.expect({peer: self._lengths_from(peer) for peer in dispatch.peers})
+        own_block = blocks[self._dispatcher.links.rank]
+        replies = self._dispatcher.run(RowsInOrder(dispatches), own_block, self._backpropagate)
         return torch.cat(replies)
 
     def _check(self, peer: int, header: CallHeader) -> None:
@@ -122,7 +124,7 @@ class MixtureCall:
             UserError: it does not.
         """
         name = self._places.name(self.mixture)
-        rank, other = self._travel.routes.world_ranks_with(peer)
+        rank, other = self._dispatcher.links.world_ranks_with(peer)
         if bool(header.needs_gradient) != self._needs_gradient:
             raise UserError(
                 f"--layout experts: {name} is computed with gradients on one of ranks {rank} and "
@@ -136,16 +138,16 @@ class MixtureCall:
 
     def _cut_to_here(self, counts: Sequence[int]) -> list[list[int]]:
         """Return the rows by expert of each chunk that another rank sends here, by its counts."""
-        return cut(self._of_rank(counts, self._travel.routes.rank), self._chunks)
+        return cut(self._of_rank(counts, self._dispatcher.links.rank), self._chunks)
 
-    def _make_trips(self, blocks: Sequence[torch.Tensor], is_backward: bool) -> list[Trip]:
-        """Begin to send each block of rows to its rank; return the trips, which carry them."""
+    def _dispatch(self, blocks: Sequence[torch.Tensor], is_backward: bool) -> list[Dispatch]:
+        """Begin to send each block of rows to its rank; return the dispatches."""
 
         def pieces(peer: int) -> list[torch.Tensor]:
             chunks = cut(self._of_rank(self._counts, peer), self._chunks)
             return list(blocks[peer].split([*map(sum, chunks)]))
 
-        return self._travel.routes.make_trips(Tags.of_call(self.number, is_backward), pieces)
+        return self._dispatcher.links.dispatch(Tags.of_call(self.number, is_backward), pieces)
 
     def _lengths_from(self, peer: int) -> list[int]:
         """Return how many rows a rank sent in each chunk of the forward."""

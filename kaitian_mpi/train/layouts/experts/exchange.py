@@ -14,11 +14,11 @@ from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.experts.call import MixtureCall
+from kaitian_mpi.train.layouts.experts.dispatch import DispatchLinks
+from kaitian_mpi.train.layouts.experts.dispatcher import Dispatcher
 from kaitian_mpi.train.layouts.experts.headers import CallHeader, Headers
 from kaitian_mpi.train.layouts.experts.places import ExpertPlaces
 from kaitian_mpi.train.layouts.experts.recomputation import Recomputation
-from kaitian_mpi.train.layouts.experts.routes import Routes
-from kaitian_mpi.train.layouts.experts.travel import Travel
 
 _calls = 0
 """The calls of this process so far, in all exchanges. A number is never used again, so that rows
@@ -41,19 +41,19 @@ class TokenExchange:
         waits: WaitContext,
         catch_up: Callable[[], None],
     ) -> None:
-        """Prepare the ways between ranks, and let the mixtures use them. Collective.
+        """Connect the ranks, and let the mixtures use them. Collective.
 
         Args:
             world: the ranks.
             mixtures: of the model, in order, by name.
             owners: the rank of each one's experts.
-            chunks: see `Travel.set_chunks`.
+            chunks: see `Dispatcher.set_chunks`.
             waits: the context of a wait for other ranks.
             catch_up: called when something is computed, before it is sent.
         """
         mark = world.device_kind.mark
-        self.travel = Travel(Routes(world), chunks, waits, catch_up, mark)
-        """Carries the rows."""
+        self.dispatcher = Dispatcher(DispatchLinks(world), chunks, waits, catch_up, mark)
+        """Sends the rows to the ranks of their experts."""
         self._places = ExpertPlaces(mixtures, owners, world.size, world.device)
         self._is_alone = world.size == 1
         self._number = max(gather_values(world.comm, _calls))
@@ -121,7 +121,9 @@ class TokenExchange:
             sent = rows[:0]
             counts = [0] * len(counts)
             wanted = [0] * len(wanted)
-        call = MixtureCall(self.travel, self._places, experts, self._next_number(), counts, wanted)
+        call = MixtureCall(
+            self.dispatcher, self._places, experts, self._next_number(), counts, wanted
+        )
         needs_gradient = torch.is_grad_enabled()
         if needs_gradient:
             self._open.append(call)
@@ -150,7 +152,7 @@ class TokenExchange:
         if self._ending is not None:
             self._ending.check_arrived()
         header = CallHeader.of_end(self._next_number())
-        self._ending = Headers(self.travel.routes, self._places, header)
+        self._ending = Headers(self.dispatcher.links, self._places, header)
 
     def finish_backward(self, after: int = -1) -> None:
         """Join the backward of the calls that no loss here depends on. Collective in effect.
@@ -206,7 +208,7 @@ class TokenExchange:
         self.reset()
         for mixture in self._places.mixtures:
             mixture.use_exchange(None)
-        self.travel.close()
+        self.dispatcher.close()
 
 
 Backward = Callable[[MixtureCall, torch.Tensor | None, bool], torch.Tensor]

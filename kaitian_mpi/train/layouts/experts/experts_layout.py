@@ -135,13 +135,13 @@ class ExpertsLayout(Layout):
     def _begin_trial(self, config: TrainingConfig, loop: Loop) -> ChunkTrial:
         """Return a trial of numbers of chunks, which is over at once if the number is known."""
         assert isinstance(loop.engine, ExpertsEngine)
-        travel = loop.engine.exchange.travel
+        dispatcher = loop.engine.exchange.dispatcher
         progress = loop.progress
         if self.facts.chunks:
-            travel.set_chunks(self.facts.chunks)
+            dispatcher.set_chunks(self.facts.chunks)
         is_known = config.expert_chunks != "auto" or self.facts.chunks > 0
         steps_left = 0 if is_known else progress.total_steps - progress.step
-        return ChunkTrial(loop.world, travel, steps_left, self._keep_chunks)
+        return ChunkTrial(loop.world, dispatcher, steps_left, self._keep_chunks)
 
     def _keep_chunks(self, chunks: int) -> None:
         self.facts = replace(self.facts, chunks=chunks)
@@ -154,8 +154,8 @@ class ExpertsLayout(Layout):
 
     def describe(self, engine: Engine) -> dict[str, Any]:
         assert isinstance(engine, ExpertsEngine)
-        travel = engine.exchange.travel
-        times = gather_values(engine.world.comm, (travel.waited_sec, travel.total_sec))
+        dispatcher = engine.exchange.dispatcher
+        times = gather_values(engine.world.comm, (dispatcher.waited_sec, dispatcher.total_sec))
         hidden = [1 - min(1.0, waited / total) if total else None for waited, total in times]
         fields = super().describe(engine)
         fields["experts"] |= {

@@ -13,8 +13,13 @@ import torch
 import torch.distributed as dist
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.train.layouts.experts.dispatch import (
+    HEADER_TAG,
+    Dispatch,
+    DispatchLinks,
+    HostDispatch,
+)
 from kaitian_mpi.train.layouts.experts.places import ExpertPlaces
-from kaitian_mpi.train.layouts.experts.routes import HEADER_TAG, HostTrip, Routes, Trip
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What tokens can be of."""
@@ -67,7 +72,7 @@ class Headers:
 
     def __init__(
         self,
-        routes: Routes,
+        links: DispatchLinks,
         places: ExpertPlaces,
         rank_header: CallHeader,
         check: Callable[[int, CallHeader], None] | None = None,
@@ -76,47 +81,49 @@ class Headers:
         """Send this rank's header to all others, and receive theirs. Nobody waits.
 
         Args:
-            routes: the ways between the ranks.
+            links: the connections between the ranks.
             places: of the experts.
             rank_header: this rank's.
             check: raises an error if a rank's header of the same call does not fit this rank's.
             cut: returns the rows by expert of each chunk that is sent here, given the `counts` of
                 the sender's header.
         """
-        self._routes = routes
+        self._links = links
         self._places = places
         self._rank_header = rank_header
         self._check = check
         self._cut = cut
         content = rank_header.pack(places.most_experts)
-        self._received = {peer: torch.empty_like(content) for peer in routes.others}
+        self._received = {peer: torch.empty_like(content) for peer in links.others}
         self._works: dict[int, Any] = {
             peer: dist.irecv(tensor, peer, tag=HEADER_TAG)
             for peer, tensor in self._received.items()
         }
-        self._sent = [dist.isend(content, peer, tag=HEADER_TAG) for peer in routes.others]
+        self._sent = [dist.isend(content, peer, tag=HEADER_TAG) for peer in links.others]
         self._headers: dict[int, CallHeader] = {}
         self._chunks: dict[int, list[list[int]]] = {}
         self._fault: Exception | None = None
 
-    def follow(self, trips: Sequence[Trip]) -> None:
-        """Open trips by MPI when their headers arrive, while this rank computes.
+    def follow(self, dispatches: Sequence[Dispatch]) -> None:
+        """Open dispatches by MPI when their headers arrive, while this rank computes.
 
         It is done by the thread that polls messages.
         """
-        for trip in trips:
-            if isinstance(trip, HostTrip):
-                (peer,) = trip.peers
-                self._works[peer].get_future().then(lambda future, trip=trip: self._follow(trip))
+        for dispatch in dispatches:
+            if isinstance(dispatch, HostDispatch):
+                (peer,) = dispatch.peers
+                self._works[peer].get_future().then(
+                    lambda future, dispatch=dispatch: self._follow(dispatch)
+                )
 
-    def _follow(self, trip: Trip) -> None:
+    def _follow(self, dispatch: Dispatch) -> None:
         try:
-            self._open(trip)
+            self._open(dispatch)
         except Exception as error:  # raised where it is waited for
             self._fault = error
 
-    def open_trips(self, trips: Sequence[Trip]) -> None:
-        """Open those trips that only this thread may begin, if their headers are here.
+    def open_dispatches(self, dispatches: Sequence[Dispatch]) -> None:
+        """Open those dispatches that only this thread may begin, if their headers are here.
 
         Raises:
             UserError: a header does not fit.
@@ -124,13 +131,13 @@ class Headers:
         """
         if self._fault is not None:
             raise self._fault
-        for trip in trips:
-            is_waiting = not (trip.is_open or isinstance(trip, HostTrip))
-            if is_waiting and all(self._works[peer].is_completed() for peer in trip.peers):
-                self._open(trip)
+        for dispatch in dispatches:
+            is_waiting = not (dispatch.is_open or isinstance(dispatch, HostDispatch))
+            if is_waiting and all(self._works[peer].is_completed() for peer in dispatch.peers):
+                self._open(dispatch)
 
-    def _open(self, trip: Trip) -> None:
-        trip.expect({peer: [*map(sum, self.chunks_of(peer))] for peer in trip.peers})
+    def _open(self, dispatch: Dispatch) -> None:
+        dispatch.expect({peer: [*map(sum, self.chunks_of(peer))] for peer in dispatch.peers})
 
     def chunks_of(self, peer: int) -> list[list[int]]:
         """Return the rows by expert of each chunk that a rank sends here."""
@@ -168,7 +175,7 @@ class Headers:
         """
         expected = self._rank_header
         if (header.number, header.mixture) != (expected.number, expected.mixture):
-            rank, other = self._routes.world_ranks_with(peer)
+            rank, other = self._links.world_ranks_with(peer)
             raise UserError(
                 f"--layout experts: rank {other} {self._activity(header)}, while rank {rank} "
                 f"{self._activity(expected)}; every rank must compute the same Experts, in the "

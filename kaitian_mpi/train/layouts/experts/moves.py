@@ -92,7 +92,7 @@ class ExpertMoves(Replanning):
         self._keeper = keeper
         self._placement = loop.plan.placement
         self._calibrates = loop.plan.is_measured and not keeper.is_calibrated
-        self._travel = loop.engine.exchange.travel
+        self._dispatcher = loop.engine.exchange.dispatcher
         self._computed_sec = 0.0
         self._counts: deque[np.ndarray] = deque(maxlen=WINDOW)
         self._expert_sec: deque[float] = deque(maxlen=WINDOW)
@@ -101,7 +101,7 @@ class ExpertMoves(Replanning):
 
     def step_done(self, step: Step, reports: StepReports | None) -> None:
         before = self._computed_sec
-        self._computed_sec = self._travel.computed_sec
+        self._computed_sec = self._dispatcher.computed_sec
         if not self._trial.is_over:
             return
         self._expert_sec.append(self._computed_sec - before)

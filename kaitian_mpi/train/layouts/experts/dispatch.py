@@ -1,4 +1,4 @@
-"""The ways of rows to the ranks that hold their experts, and back, in chunks."""
+"""Sends rows to the ranks that hold their experts, and the replies back, in chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Size = tuple[int, ...]
 
 
 class Tags(NamedTuple):
-    """The tags of one trip's messages."""
+    """The tags of the messages of one call and direction."""
 
     rows: int
     replies: int
@@ -37,8 +37,8 @@ HEADER_TAG = 1 << 16  # beyond those of a script's own messages
 _MAX_CALLS = 1 << 24  # MPICH's tags end at 2**28
 
 
-class Trip(ABC):
-    """Rows to some other ranks and their replies, and the rows of these to this rank, in chunks.
+class Dispatch(ABC):
+    """Rows for some other ranks and their replies, and the rows that these send here, in chunks.
 
     A reply has the shape of its rows.
     """
@@ -85,8 +85,8 @@ class Trip(ABC):
         """Return whether everything sent has arrived, so that its memory can be freed."""
 
 
-class HostTrip(Trip):
-    """A trip between this rank and one other, by MPI through host memory."""
+class HostDispatch(Dispatch):
+    """Between this rank and one other, by MPI through host memory."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ class HostTrip(Trip):
         return all(work.is_completed() for work in self._sent)
 
 
-class LibraryTrip(Trip):
-    """A trip among all ranks of a kind, by its library's all-to-all.
+class LibraryDispatch(Dispatch):
+    """Among all ranks of a kind, by its library's all-to-all.
 
     A library carries out a group's calls in order: all chunks of rows, then all of replies.
     """
@@ -258,8 +258,8 @@ class LibraryTrip(Trip):
         return self.replies_are_here()
 
 
-class Routes:
-    """The ways between this rank and the others: within its kind by a library, else by MPI."""
+class DispatchLinks:
+    """Connects this rank with the others: within its kind by a library, else by MPI."""
 
     def __init__(self, world: World) -> None:
         """Make the group of each kind that a library joins. Collective."""
@@ -281,16 +281,18 @@ class Routes:
         """Return the numbers of this rank and of a peer in the whole job, to name both."""
         return self.world_rank(self.rank), self.world_rank(peer)
 
-    def make_trips(self, tags: Tags, pieces: Callable[[int], list[torch.Tensor]]) -> list[Trip]:
+    def dispatch(self, tags: Tags, pieces: Callable[[int], list[torch.Tensor]]) -> list[Dispatch]:
         """Begin to send rows to all other ranks; `pieces` returns the chunks for one of them."""
-        trips: list[Trip] = [
-            HostTrip(self._peers, peer, self.world_rank(peer), tags, pieces(peer))
+        dispatches: list[Dispatch] = [
+            HostDispatch(self._peers, peer, self.world_rank(peer), tags, pieces(peer))
             for peer in self._hosted
         ]
         if self.joined:
             by_rank = {peer: pieces(peer) for peer in self.joined if peer != self.rank}
-            trips.append(LibraryTrip(self._peers, self._group, self.joined, self.rank, by_rank))
-        return trips
+            dispatches.append(
+                LibraryDispatch(self._peers, self._group, self.joined, self.rank, by_rank)
+            )
+        return dispatches
 
     def close(self) -> None:
         """End the group of this kind. Not collective."""
