@@ -44,7 +44,7 @@ from kaitian_mpi.preflight.facts import (
 from kaitian_mpi.preflight.job_checks import check_libraries, run_checks
 from kaitian_mpi.preflight.verdict import Level, by_value, ranks_by, ranks_text
 from kaitian_mpi.runtime.launcher import read_launch
-from kaitian_mpi.runtime.polling import choose_naps
+from kaitian_mpi.runtime.polling import set_core_sharing
 from kaitian_mpi.runtime.system import set_default_threads, usable_cores
 from kaitian_mpi.runtime.ulfm import loss_detected_within, shrink, track_comm
 
@@ -375,7 +375,7 @@ def share_cores(comm: MPI.Comm) -> int:
     """
     usable = _gather_on_host(comm, sorted(usable_cores()))
     cores = len(set().union(*usable))
-    choose_naps(has_own_core=len(usable) <= cores)
+    set_core_sharing(len(usable) > cores)
     return max(1, cores // len(usable))
 
 

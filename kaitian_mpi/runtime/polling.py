@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 WaitContext = Callable[[str], AbstractContextManager[Any]]
 """Returns the context of a wait for other ranks, given its name, such as "the owners' values"."""
 
-_YIELD_SEC = 300e-6  # yield before the first sleep: ranks that share cores take turns
+_YIELD_SEC = 300e-6  # yield so long before the first sleep: ranks that share cores take turns
 _MIN_NAP_SEC = 20e-6
 # The next sleep's part of the time waited, on a core of its own and on a shared one.
-_NAP_PART = 0.02
-_SHARED_NAP_PART = 0.1
+_NAP_FRACTION = 0.02
+_SHARED_NAP_FRACTION = 0.1
 _MAX_NAP_SEC = 1e-3
 # To look a thousand times a second takes 3% of a core. On a shared one, sleeps in a long wait are
 # therefore this part of it, but short enough to take a long message from the network in time.
-_LONG_NAP_PART = 0.01
+_LONG_NAP_FRACTION = 0.01
 _MAX_LONG_NAP_SEC = 5e-3
 
 _shares_core = False
@@ -41,13 +41,10 @@ def reduce_timer_slack() -> None:
     prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS)
 
 
-def choose_naps(has_own_core: bool) -> None:
-    """Let waits of this process look less often unless it has a core of its own.
-
-    The core on which it looks is one that another rank computes on.
-    """
+def set_core_sharing(is_shared: bool) -> None:
+    """Let waits of this process look less often if another rank computes on its core."""
     global _shares_core
-    _shares_core = not has_own_core
+    _shares_core = is_shared
 
 
 def nap(waited_sec: float, max_sec: float | None = None, min_sec: float = _MIN_NAP_SEC) -> None:
@@ -58,8 +55,8 @@ def nap(waited_sec: float, max_sec: float | None = None, min_sec: float = _MIN_N
     if max_sec is None:
         max_sec = _MAX_NAP_SEC
         if _shares_core:
-            max_sec = max(max_sec, min(waited_sec * _LONG_NAP_PART, _MAX_LONG_NAP_SEC))
-    part = _SHARED_NAP_PART if _shares_core else _NAP_PART
+            max_sec = max(max_sec, min(waited_sec * _LONG_NAP_FRACTION, _MAX_LONG_NAP_SEC))
+    part = _SHARED_NAP_FRACTION if _shares_core else _NAP_FRACTION
     time.sleep(min(max(waited_sec * part, min_sec), max_sec))
 
 

@@ -10,9 +10,15 @@ from torch.nn import functional
 
 from kaitian_mpi import Task
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.train.layouts.pipeline.chain import Spec, captured, chain_of, received, take_apart
+from kaitian_mpi.train.layouts.pipeline.chain import (
+    Spec,
+    capture_call,
+    chain_of,
+    flatten,
+    make_input,
+)
 from kaitian_mpi.train.layouts.pipeline.chain_check import check_chain
-from kaitian_mpi.train.layouts.pipeline.draws import equal_draws
+from kaitian_mpi.train.layouts.pipeline.random_numbers import same_random_numbers
 
 BATCHES = torch.ones(2, 4), torch.arange(8.0).view(2, 4)
 
@@ -127,10 +133,10 @@ def test_what_layers_return_arrives_as_it_was_and_may_be_changed_in_place():
     for value in (
         x, (x, number), [x, (number, 2), None], {"x": (x,), "y": [number, "a"]}, (), {"z": [x, x]},
     ):  # fmt: skip
-        spec, tensors = take_apart(value)
-        given, leaves = received(spec, [tensor.detach().clone() for tensor in tensors])
-        assert take_apart(given)[0] == spec
-        grown = [tensor for tensor in take_apart(given)[1] if tensor.requires_grad]
+        spec, tensors = flatten(value)
+        given, leaves = make_input(spec, [tensor.detach().clone() for tensor in tensors])
+        assert flatten(given)[0] == spec
+        grown = [tensor for tensor in flatten(given)[1] if tensor.requires_grad]
         assert len(grown) == len(leaves) == str(value).count("grad_fn")
         for tensor in grown:
             tensor.mul_(3)
@@ -147,7 +153,7 @@ def test_draws_of_a_loss_are_those_of_its_seed_and_use_up_none():
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     host, drawn = torch.device("cpu"), []
     for seed in (1, 1, (1 << 64) - 1):
-        with equal_draws(seed, host):
+        with same_random_numbers(seed, host):
             drawn.append(draw())
     assert drawn[0] == drawn[1] != drawn[2]
     expected = draw()
@@ -159,6 +165,6 @@ def test_draws_of_a_loss_are_those_of_its_seed_and_use_up_none():
 
 def test_a_loss_may_take_entries_out_of_its_batch():
     batch = {"x": BATCHES[0], "y": 1}
-    call = captured(lambda m, b: m(b.pop("x"), b.pop("y")), nn.Linear(4, 4), batch)
+    call = capture_call(lambda m, b: m(b.pop("x"), b.pop("y")), nn.Linear(4, 4), batch)
     assert call.args[1] == 1
     assert batch.keys() == {"x", "y"}

@@ -30,7 +30,7 @@ def test_a_wait_is_little_late_and_on_a_shared_core_a_long_one_looks_seldom(
 ):
     monkeypatch.setattr(polling, "_shares_core", polling._shares_core)
     clock = Clock(monkeypatch)
-    polling.choose_naps(has_own_core)
+    polling.set_core_sharing(not has_own_core)
     assert polling.wait_until(lambda: clock.has_come(seconds))
     late = clock.now - seconds
     may_be_late = 0.02 * seconds if has_own_core else max(0.01 * seconds, min(0.1 * seconds, 1e-3))

@@ -39,7 +39,7 @@ class ShareLoader:
 
     def load(self, shares: Iterator[Share]) -> Iterator[list[MicroBatch]]:
         """Return an iterator over the loaded shares; it replaces the earlier one."""
-        self._shares.next = shares
+        self._shares.restart(shares)
         if self._loader is None:
             self._loader = self._make_loader()
         try:
@@ -92,10 +92,15 @@ def _raise_error(share: list[MicroBatch] | UserError) -> list[MicroBatch]:
 class _Shares(Sampler[Share]):
     """Yields the shares to load next; a `DataLoader` keeps its sampler."""
 
-    next: Iterator[Share]
+    def __init__(self) -> None:
+        self._next: Iterator[Share] = iter(())
+
+    def restart(self, shares: Iterator[Share]) -> None:
+        """Yield these from now on."""
+        self._next = shares
 
     def __iter__(self) -> Iterator[Share]:
-        return self.next
+        return self._next
 
 
 def _fork_server() -> BaseContext:

@@ -27,7 +27,7 @@ class StoppedError(BaseException):  # no handler of the user's, or the model's, 
     """Ends a call of the model once its result is known."""
 
 
-class _StandIn:
+class _ModelProxy:
     """Stands in for the model in the user's function, as no rank has all layers."""
 
     def __init__(self, model: nn.Module, answer: Callable[[ModelCall], Any]) -> None:
@@ -67,7 +67,7 @@ class _StandIn:
         )
 
 
-def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> ModelCall:
+def capture_call(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> ModelCall:
     """Return a user's function's call of the model for a batch."""
 
     def stop(call: ModelCall) -> None:
@@ -76,7 +76,7 @@ def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) 
     # A copy: a loss may take entries out of its batch, for which it is called once more.
     batch = tree_map(lambda leaf: leaf, batch)
     try:
-        function(_StandIn(model, stop), batch)
+        function(_ModelProxy(model, stop), batch)
     except StoppedError as stopped:
         return stopped.args[0]
     raise UserError(
@@ -85,9 +85,11 @@ def captured(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any) 
     )
 
 
-def answered(function: Callable[[Any, Any], Any], model: nn.Module, batch: Any, output: Any) -> Any:
+def run_with_output(
+    function: Callable[[Any, Any], Any], model: nn.Module, batch: Any, output: Any
+) -> Any:
     """Return a user's function's result for the model's output."""
-    return function(_StandIn(model, lambda _: output), batch)
+    return function(_ModelProxy(model, lambda _: output), batch)
 
 
 def chain_of(task: Task) -> list[nn.Module]:
@@ -163,7 +165,7 @@ class Piece(nn.Module):
         replaced: dict[_Place, Any] = {(at, name): at._modules[name] for at, name in roles}
         try:
             for (parent, name), module in replaced.items():
-                parent._modules[name] = _Substitute(module, roles[parent, name], carried)
+                parent._modules[name] = _ModuleProxy(module, roles[parent, name], carried)
             return model(*args, **kwargs)
         except StoppedError as stopped:
             return stopped.args[0]
@@ -172,7 +174,7 @@ class Piece(nn.Module):
                 parent._modules[name] = module
 
 
-class _Substitute(nn.Module):
+class _ModuleProxy(nn.Module):
     """Replaces a module: has its attributes, but another forward."""
 
     def __init__(self, module: nn.Module, role: str, carried: Any) -> None:
@@ -234,7 +236,7 @@ class Spec(NamedTuple):
     """The dtype and shape of each tensor, and whether it requires a gradient."""
 
 
-def take_apart(value: Any) -> tuple[Spec, list[torch.Tensor]]:
+def flatten(value: Any) -> tuple[Spec, list[torch.Tensor]]:
     """Return the form of tensors, in lists, tuples and dicts, and these.
 
     Raises:
@@ -262,15 +264,15 @@ def take_apart(value: Any) -> tuple[Spec, list[torch.Tensor]]:
     return Spec(form, rows), tensors
 
 
-def put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def unflatten(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the value that was taken apart."""
     ((kind, value),) = form.items()
     if kind == "tensor":
         return tensors[value]
     if kind == "dict":
-        return {key: put_together(item, tensors) for key, item in value.items()}
+        return {key: unflatten(item, tensors) for key, item in value.items()}
     if kind in ("list", "tuple"):
-        items = [put_together(item, tensors) for item in value]
+        items = [unflatten(item, tensors) for item in value]
         return items if kind == "list" else tuple(items)
     return value
 
@@ -287,7 +289,7 @@ class _Joined(torch.autograd.Function):
         return gradient, None
 
 
-def received(spec: Spec, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+def make_input(spec: Spec, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     """Return a layer's input with these tensors, and the leaves that get their gradients.
 
     A layer may change its input in place, as in one process, though autograd does not allow that
@@ -300,7 +302,7 @@ def received(spec: Spec, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[tor
             leaf = inputs[index].new_empty(()).expand(shape).requires_grad_()
             leaves.append(leaf)
             inputs[index] = _Joined.apply(leaf, [inputs[index]])
-    return put_together(spec.form, inputs), leaves
+    return unflatten(spec.form, inputs), leaves
 
 
 def has_custom_function(outputs: Sequence[torch.Tensor]) -> bool:

@@ -18,12 +18,12 @@ from kaitian_mpi.observe.tensor_files import tensors_in
 from kaitian_mpi.train.layouts.pipeline.chain import (
     ModelCall,
     all_need_call,
-    captured,
-    put_together,
+    capture_call,
+    flatten,
     run,
-    take_apart,
+    unflatten,
 )
-from kaitian_mpi.train.layouts.pipeline.draws import equal_draws
+from kaitian_mpi.train.layouts.pipeline.random_numbers import same_random_numbers
 from kaitian_mpi.train.task import Task, borrowed
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def _call_of(task: Task, batch: Any) -> ModelCall:
     """Return the loss's call of the model; check that it does not change the batch."""
     assert task.loss is not None
     before = [tensor.clone() for tensor in tensors_in(batch)]
-    call = captured(task.loss, task.model, batch)
+    call = capture_call(task.loss, task.model, batch)
     if not _are_equal(before, [*tensors_in(batch)]):
         raise UserError(
             "--layout pipeline: the loss changes its batch; let it work on a copy, because stages "
@@ -85,7 +85,7 @@ def _call_of(task: Task, batch: Any) -> ModelCall:
 def _whole(model: nn.Module, call: ModelCall) -> list[torch.Tensor]:
     """Return the model's output for a call; check that it does not change the batch."""
     before = [tensor.clone() for tensor in tensors_in([*call])]
-    with equal_draws(0, _HOST):
+    with same_random_numbers(0, _HOST):
         outputs = [*tensors_in(model(*call.args, **call.kwargs))]
     if not _are_equal(before, [*tensors_in([*call])]):
         raise UserError(
@@ -119,7 +119,7 @@ def _chained(chain: Sequence[nn.Module], calls: Sequence[ModelCall]) -> list[Any
     besides what they return, which no other rank would get, leads to other results.
     """
     carried: list[Any] = [None] * len(calls)
-    with equal_draws(0, _HOST):
+    with same_random_numbers(0, _HOST):
         for number, layer in enumerate(chain):
             is_called = not number or all_need_call(chain)
             for index, call in enumerate(calls):
@@ -129,8 +129,8 @@ def _chained(chain: Sequence[nn.Module], calls: Sequence[ModelCall]) -> list[Any
 
 
 def _sent(output: Any) -> Any:
-    spec, tensors = take_apart(output)
-    return put_together(spec.form, [tensor.clone() for tensor in tensors])
+    spec, tensors = flatten(output)
+    return unflatten(spec.form, [tensor.clone() for tensor in tensors])
 
 
 def _check_shared_buffers(chain: Sequence[nn.Module], call: ModelCall) -> None:

@@ -25,11 +25,11 @@ from kaitian_mpi.train.layouts.moving import move, set_data
 from kaitian_mpi.train.layouts.pipeline.chain import (
     ModelCall,
     all_need_call,
-    answered,
-    captured,
-    received,
+    capture_call,
+    flatten,
+    make_input,
     run,
-    take_apart,
+    run_with_output,
 )
 from kaitian_mpi.train.layouts.shard.memory_budget import steps_at_once, usual_states
 from kaitian_mpi.train.measure.plan import profile_unmeasured
@@ -206,7 +206,7 @@ class LayerTimer:
         layer_sec = []
         batch = self._computation.place(self._data[list(range(size))])
         assert task.loss is not None
-        call = None if self._is_whole else captured(task.loss, task.model, batch)
+        call = None if self._is_whole else capture_call(task.loss, task.model, batch)
         carried: Any = None
         for number, layer in enumerate(self._chain):
             is_last = number == len(self._chain) - 1
@@ -248,7 +248,7 @@ class LayerTimer:
         output = run([layer], call, carried)
         if batch is None:
             return output, output
-        return output, check_loss(answered(loss, self._task.model, batch, output), False)
+        return output, check_loss(run_with_output(loss, self._task.model, batch, output), False)
 
     def _keeps(self, layer: nn.Module, given: _Given) -> tuple[float, float]:
         """Return the bytes that autograd keeps of a forward, and those of autocast's weights.
@@ -475,6 +475,6 @@ def _fresh(call: ModelCall | None, carried: Any, batch: Any) -> _Given:
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
     if carried is not None:
-        spec, tensors = take_apart(carried)
-        carried, _ = received(spec, list(map(copied, tensors)))
+        spec, tensors = flatten(carried)
+        carried, _ = make_input(spec, list(map(copied, tensors)))
     return tree_map(copied, call), carried, tree_map(copied, batch)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.peers import PeerGroups
-from kaitian_mpi.train.layouts.pipeline.chain import Spec, received, take_apart
+from kaitian_mpi.train.layouts.pipeline.chain import Spec, flatten, make_input
 
 _HEADER_BYTES = 2048
 _MAX_PENDING = 8  # messages that are being sent
@@ -117,7 +117,7 @@ class Activations(_Incoming):
     def take(self) -> tuple[Any, list[torch.Tensor]]:
         """Return the previous stage's output, and the leaves that get its gradients."""
         assert self._spec is not None
-        return received(self._spec, self._tensors)
+        return make_input(self._spec, self._tensors)
 
     def _empty_tensors(self) -> list[torch.Tensor]:
         self._spec = spec = Spec(*json.loads(bytes(self._header.numpy())))
@@ -165,7 +165,7 @@ class Outbox:
 
     def send_activations(self, value: Any, target: int, micro_batch: int) -> list[torch.Tensor]:
         """Send a stage's output; return those of its tensors that require gradients."""
-        spec, tensors = take_apart(value)
+        spec, tensors = flatten(value)
         content = json.dumps(spec, separators=(",", ":")).encode()
         if len(content) > _HEADER_BYTES:
             raise UserError(

@@ -20,13 +20,13 @@ from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.peers import PeerGroups
 from kaitian_mpi.train.layouts.pipeline.chain import (
     all_need_call,
-    answered,
-    captured,
+    capture_call,
     has_custom_function,
     run,
+    run_with_output,
 )
-from kaitian_mpi.train.layouts.pipeline.draws import equal_draws
 from kaitian_mpi.train.layouts.pipeline.messages import Activations, Gradients, Outbox
+from kaitian_mpi.train.layouts.pipeline.random_numbers import same_random_numbers
 from kaitian_mpi.train.task import Computation, Task, check_loss
 
 _AHEAD = 2  # micro-batches whose messages are received while an earlier one is computed
@@ -198,8 +198,8 @@ class _MicroBatches:
         carried = None
         leaves: list[torch.Tensor] = []
         if runner.needs_call:
-            with self._draws(number, runner._is_mixed):
-                call = captured(self._function, task.model, self.batches[number])
+            with self._random_numbers(number, runner._is_mixed):
+                call = capture_call(self._function, task.model, self.batches[number])
         if not runner.is_first:
             carried, leaves = self._receive(number)
         with runner._computation.autocast():
@@ -207,8 +207,8 @@ class _MicroBatches:
             if runner.is_last:
                 outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
                 self.graphs[number] = leaves, outputs
-                with self._draws(number):
-                    return answered(self._function, task.model, self.batches[number], output)
+                with self._random_numbers(number):
+                    return run_with_output(self._function, task.model, self.batches[number], output)
         runner._ends()
         sent = runner._outbox.send_activations(output, self._targets[number], number)
         self.graphs[number] = leaves, sent
@@ -255,8 +255,8 @@ class _MicroBatches:
         if leaves:
             runner._outbox.send_gradients(leaves, self._sources[number], number)
 
-    def _draws(self, number: int, is_mixed: bool = False) -> AbstractContextManager[None]:
-        return equal_draws(self._seeds[number], self._runner._computation.device, is_mixed)
+    def _random_numbers(self, number: int, is_mixed: bool = False) -> AbstractContextManager[None]:
+        return same_random_numbers(self._seeds[number], self._runner._computation.device, is_mixed)
 
     def _receive(self, number: int) -> tuple[Any, list[torch.Tensor]]:
         runner = self._runner

@@ -14,7 +14,7 @@ from kaitian_mpi.errors import UserError
 
 
 @contextmanager
-def equal_draws(seed: int, device: torch.device, is_mixed: bool = False) -> Iterator[None]:
+def same_random_numbers(seed: int, device: torch.device, is_mixed: bool = False) -> Iterator[None]:
     """Draw, in the block, the random numbers of a seed, on the host and on `device`.
 
     So a loss that draws some before it calls the model, such as the noise of a diffusion model,
