@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from choices import by_default
 from jobs import PYTHON, SCRIPTS, HostsJob, fork_server, forked, run_alone
 from shared.emulated_hosts import reason_to_skip
 
@@ -43,8 +44,8 @@ def year_old_server():
 def preloaded(server, monkeypatch):
     """Fork ranks of a process that has loaded the trainers, which takes longer than to train.
 
-    One test of Lightning and of the Trainer, which loads Accelerate, does without: there, they are
-    loaded once their batches can be divided.
+    A test of the Trainer, which loads Accelerate, does without, and with --all one of Lightning:
+    there, they are loaded once their batches can be divided.
     """
     monkeypatch.setenv("KAITIAN_FORK_SERVER", server)
 
@@ -78,6 +79,7 @@ def test_a_loop_of_plain_torch_with_workers(mpirun):
     assert report["evaluated"] == [[8] * 12 + [6]] * 2
 
 
+@thorough
 @needs_timm
 def test_timms_loaders_and_models(mpirun):
     report, out = train(
@@ -100,7 +102,10 @@ def test_batch_norm_over_the_rows_of_all_ranks_on_cpus(mpirun):
     ("kind", "rule"),
     [
         ("object", "the loss is taken as the mean over rows"),
-        ("language", "the loss of the model is the mean over labels after the first"),
+        pytest.param(
+            *("language", "the loss of the model is the mean over labels after the first"),
+            marks=thorough,
+        ),
     ],
 )
 def test_a_loop_over_accelerate_with_accumulation(mpirun, kind, rule):
@@ -172,7 +177,10 @@ def test_rewards_by_trl_are_logged_over_the_rows_of_all_ranks(mpirun):
 
 
 @needs_lightning
-def test_a_lightning_module(mpirun):
+@pytest.mark.parametrize("loaded", by_default(["before", "by the script"], ["before"]))
+def test_a_lightning_module(mpirun, loaded, request):
+    if loaded == "before":
+        request.getfixturevalue("preloaded")
     report, out = train(mpirun, "resumed.py", "lightning", "-1", "object")
     assert report["evaluated"] == [8] + ([8] * 12 + [6]) * 2
     assert "the loss is taken as the mean over rows" in out
@@ -180,6 +188,7 @@ def test_a_lightning_module(mpirun):
     assert report["loss"] == pytest.approx(total / ROWS, rel=1e-6)
 
 
+@thorough
 @needs_lightning
 @needs_hosts
 @pytest.mark.usefixtures("preloaded")
@@ -200,7 +209,7 @@ def test_lightning_on_hosts_with_unequal_numbers_of_ranks(hosts, tmp_path):
     ("script", "options", "owned"),
     [
         pytest.param("hugging_face.py", "language 2 2", "", marks=thorough),
-        ("trl_sft.py", "nll", "sharded"),
+        pytest.param("trl_sft.py", "nll", "sharded", marks=thorough),
         pytest.param("resumed.py", "lightning -1", "sharded", marks=thorough),
         pytest.param("accelerate_loop.py", "object", "", marks=thorough),
         pytest.param("trl_sft.py", "nll", "", marks=thorough),
@@ -257,6 +266,7 @@ def test_a_supervised_trainer_resumes_by_itself_when_a_rank_is_killed(
     assert not list((tmp_path / "runs").iterdir())
 
 
+@thorough
 @needs_lightning
 @pytest.mark.usefixtures("preloaded")
 def test_endless_parts_of_a_stream_by_lightning(mpirun):
@@ -306,10 +316,10 @@ def run_owned(mpirun, script, *options, ranks=RANKS, shares="3,1,2", kind="shard
 
 OWNED = [
     ("hugging_face.py", "language 2 0", "sharded", True),
-    ("accelerate_loop.py", "classifier", "sharded", False),
     ("resumed.py", "lightning -1", "whole", False),
 ]
 FURTHER_OWNED = [
+    ("accelerate_loop.py", "classifier", "sharded", False),
     ("hugging_face.py", "own 2 0", "whole", False),
     ("resumed.py", "lightning -1", "sharded", True),
     pytest.param("trl_sft.py", "nll", "sharded", True, marks=needs_trl),
@@ -429,7 +439,10 @@ def test_the_layout_follows_from_the_memory_and_then_from_the_time(mpirun, memor
     ("mistake", "advice"),
     [
         ("reads", "use torch.nn.utils.clip_grad_norm_ or get_total_norm"),
-        ("replaces", "again after parameters were added, removed or replaced; do that before"),
+        pytest.param(
+            *("replaces", "again after parameters were added, removed or replaced; do that before"),
+            marks=thorough,
+        ),
     ],
 )
 def test_a_mistake_is_an_error_of_a_line(mpirun, mistake, advice):
@@ -507,9 +520,10 @@ for calls in first, second:
             "calls: optimizer.step() on rank 0, the script's end on rank 1; give every rank",
             marks=pytest.mark.thorough,
         ),
-        (
+        pytest.param(
             ("bs,bs", "bs,bsa"),
             "calls: the script's end on rank 0, backward() under no_sync() on rank 1; give every",
+            marks=thorough,
         ),
     ],
 )
@@ -525,7 +539,10 @@ def test_unequal_micro_batches_are_refused_in_layout_shard(mpirun, calls, line):
     ("flags", "place", "line"),
     [
         ("--adaptive", "forward", "--adaptive: in step 3, rank 1 left out a batch that the others"),
-        ("--adaptive", "backward", "--adaptive: the backward of step 3 has failed on rank 1"),
+        pytest.param(
+            *("--adaptive", "backward", "--adaptive: the backward of step 3 has failed on rank 1"),
+            marks=thorough,
+        ),
         pytest.param(
             "--adaptive --layout shard",
             "forward",

@@ -85,6 +85,7 @@ def test_a_rank_that_is_too_slow_is_excluded_even_rank_0(mpirun, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "model.pt").exists()
 
 
+@pytest.mark.thorough
 def test_plan_forecasts_every_subset_of_kinds_and_reads_its_measurements_again(mpirun, tmp_path):
     flags = "--benchmark-seconds 2 --save m.json --emulate-kinds gpu,gpu,mlu --emulate-slowdown 2:3"
     ended = mpirun(3, *f"kaitian-plan --model cnn {flags}".split())

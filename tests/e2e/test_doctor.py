@@ -18,6 +18,7 @@ class Device:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.any_mpi
 def test_a_job_is_examined_and_reported_as_json(mpirun, tmp_path):
     ended = mpirun(3, *DOCTOR, "--json")

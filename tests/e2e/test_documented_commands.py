@@ -25,8 +25,8 @@ COMMANDS = {
     command: page for command, page in documented_commands().items() if pattern_of(command) is None
 }
 SHORT_ONES = re.compile(
-    r"^kaitian-(report --text|plan measured|run -n . --(back.* nccl|emul))|"
-    r"runs/first|mypackage|mytask|own_model"
+    r"^kaitian-(report --text|plan measured|run -n 2 --backend-override nccl,gloo train)|"
+    r"runs/(first|stop|nb)"
 )
 """Those that bin/test runs without --all: they take about a second."""
 TRAIN_PY = """

@@ -78,7 +78,11 @@ def test_an_error_found_before_torch_is_loaded(run_all, options, flags):
 
 @WITH_AND_WITHOUT_ULFM
 @pytest.mark.parametrize(
-    ("flags", "message"), [list(BEFORE_MPI.items())[-1], list(BEFORE_TORCH.items())[-1]]
+    ("flags", "message"),
+    [
+        pytest.param(*list(BEFORE_MPI.items())[-1], marks=pytest.mark.thorough),
+        list(BEFORE_TORCH.items())[-1],
+    ],
 )
 def test_an_early_error_ends_every_rank_at_once(mpirun, options, flags, message):
     ended = mpirun(4, *options, *TRAIN, *flags.split(), fresh=True, code=None)
@@ -117,6 +121,7 @@ def test_a_kind_with_a_wrong_kernel_ends_the_job_unless_it_is_not_to_be_compared
     assert "parity" not in ended.text
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_in_the_comparison_of_kinds_is_survived(mpirun, tmp_path):
     command = "kaitian-train --model planted:DiesInFirstForward --balance off".split()
     command += "--max-steps 2 --emulate-kinds gpu,mlu,cpu --run-dir run".split()
@@ -144,9 +149,14 @@ FAILING = "kaitian-train --balance off --global-batch-size 24 --model planted:"
     ("command", "code", "message"),
     [
         (f"{FAILING}raising", 1, r"ValueError: planted$"),
-        (f"{FAILING}exiting", 3, r"sys\.exit\(3\) before the run was complete"),
-        (f"{FAILING}leaving", 1, r"sys\.exit\(0\) before the run was complete"),
-        (f"{PYTHON} script.py", 1, r"RuntimeError: planted$"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (f"{FAILING}exiting", 3, r"sys\.exit\(3\) before the run was complete"),
+                (f"{FAILING}leaving", 1, r"sys\.exit\(0\) before the run was complete"),
+                (f"{PYTHON} script.py", 1, r"RuntimeError: planted$"),
+            )
+        ),
     ],
     ids=["raising", "exiting", "leaving", "a script"],
 )

@@ -24,6 +24,7 @@ def forking_process(job):
     return None
 
 
+@pytest.mark.thorough
 def test_forked_ranks_train_as_others_do(tmp_path):
     losses = []
     for forks in ("1", "0"):
@@ -42,6 +43,7 @@ def test_forked_ranks_train_as_others_do(tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.thorough
 def test_what_stands_for_a_rank_stops_and_ends_it_and_no_rank_outlives_what_forks(tmp_path):
     with LaunchedJob(*TRAIN, "--max-steps", "400", cwd=tmp_path) as job:
         job.wait_for("step 2/")

@@ -161,6 +161,7 @@ def test_a_script_of_torchrun_runs_on_unequal_hosts(hosts, tmp_path):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.device_in_python
 def test_a_script_of_torchrun_has_the_devices_of_each_host(hosts, tmp_path):
     """With an emulated plug-in, of which each host has devices 0 to 7."""

@@ -41,6 +41,7 @@ def test_what_fits_no_rank_trains_in_shards_and_continues_on_others(tmp_path):
     assert file.read_bytes() == before
 
 
+@pytest.mark.thorough
 def test_parameters_are_in_parts_if_they_fit_no_rank_whole(tmp_path):
     """The state is 380 MB: 1.6 times the largest device's memory, and 0.8 of the sum."""
     # What no plan can know to the byte, some MB, would be more than the tenth of a smaller plan.
@@ -116,6 +117,7 @@ def test_what_fits_no_rank_trains_in_a_pipeline(tmp_path):
     assert all(saved["model"][name].any() for name in ("0.weight", "30.layer.weight", "58.weight"))
 
 
+@pytest.mark.thorough
 def test_experts_continue_on_other_numbers_of_ranks_and_as_a_plain_module(tmp_path):
     mixture = ("--task", "planted_large:exact_mixture", "--epochs", "2")
     train(tmp_path, 1, *mixture, "--run-dir", "whole", "--balance", "off")
@@ -147,10 +149,13 @@ def test_a_lost_stage_comes_from_the_checkpoint(tmp_path, dies, after, last_save
     assert summary["steps"] == 10
 
 
+AUTO = (
+    "--layout auto --max-steps 2 --task planted_large:chain --set width=724 --set layers=28".split()
+)
+
+
 def test_the_fastest_layout_that_fits_is_chosen(tmp_path):
-    chain = "--task planted_large:chain --set width=724 --set layers=28".split()
-    auto = ("--layout", "auto", "--max-steps", "2", *chain)
-    ended = train(tmp_path, 3, *MEMORY, *auto)
+    ended = train(tmp_path, 3, *MEMORY, *AUTO)
     table = " ".join(ended.out.replace("|", " ").split())
     assert re.search(r"replicate - \S+ .*needs [\d,]+ MB on rank \d, which has \d+ MB", table)
     found = json.loads((tmp_path / "run/layouts.json").read_text())
@@ -161,8 +166,11 @@ def test_the_fastest_layout_that_fits_is_chosen(tmp_path):
     assert f"layout {found['chosen']}: the fastest that fits" in ended.out
     assert json.loads((tmp_path / "run/summary.json").read_text())["finished"]
 
+
+@pytest.mark.thorough
+def test_a_model_that_fits_in_no_layout_is_refused(tmp_path):
     small = "0:72MB,1:72MB,2:72MB"
-    ended = train(tmp_path, 3, *auto, "--emulate-memory", small, "--run-dir", "none", code=2)
+    ended = train(tmp_path, 3, *AUTO, "--emulate-memory", small, "--run-dir", "none", code=2)
     assert "fits the ranks' memory in no layout (replicate: needs" in ended.err
     assert "Traceback" not in ended.text
 
@@ -186,10 +194,8 @@ def test_the_example_has_no_memory_to_draw_of_replicas(tmp_path, monkeypatch, ca
     assert "not drawn" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--layout shard", pytest.param("--layout pipeline --lora", marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("flags", ["--layout shard", "--layout pipeline --lora"])
 def test_the_example_trains_and_draws_the_memory(tmp_path, flags):
     example = str(PLANTED.parents[1] / "examples/large_gpt.py")
     small = "--width 64 --blocks 2 --steps 3 --run-dir run".split()

@@ -106,6 +106,7 @@ def test_a_job_ends_with_its_own_code_and_one_last_line(tmp_path, how, options, 
     assert words[words.index("kaitian-run") :] == ["kaitian-run", *script_arguments]
 
 
+@pytest.mark.thorough
 def test_a_lost_rank_is_survived_and_the_printed_command_does_the_same(tmp_path):
     command = [*TRAIN, "--max-steps", "6"]
     with LaunchedJob(*command, cwd=tmp_path, **WITHOUT_POLICY) as job:
@@ -121,9 +122,8 @@ def test_a_lost_rank_is_survived_and_the_printed_command_does_the_same(tmp_path)
     assert run_alone(*again, cwd=tmp_path)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_signal_to_the_command_reaches_the_job_which_saves(tmp_path, number):
     with LaunchedJob(*TRAIN, "--max-steps", "200", cwd=tmp_path, **WITHOUT_POLICY) as job:
         job.wait_for(r"step 2/")

@@ -84,6 +84,7 @@ def test_the_ranks_of_a_divided_model_take_what_was_estimated(mpirun, folder, la
         assert measured["peak_bytes"] / 1e6 == pytest.approx(float(row["total"]), rel=0.25)
 
 
+@pytest.mark.thorough
 def test_a_model_larger_than_the_machine_is_estimated(folder):
     """Of 107 GB, in parameters of 1 GB each."""
     settings = "--set width=16384 --set blocks=100"

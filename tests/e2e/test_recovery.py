@@ -157,6 +157,7 @@ def test_other_ranks_resume_from_its_checkpoint_in_mid_epoch(killed, undisturbed
 # Several losses in one job
 
 
+@pytest.mark.thorough
 def test_loss_of_a_whole_group_and_of_a_rank_in_the_evaluation(tmp_path):
     command = "kaitian-train --model planted:SlowToEvaluate --epochs 2".split()
     kinds = "--emulate-kinds gpu,gpu,mlu,mlu".split()
@@ -180,6 +181,7 @@ def test_loss_of_a_whole_group_and_of_a_rank_in_the_evaluation(tmp_path):
     assert ended.text.count("epoch 1 done") == ended.text.count("epoch 2 done") == 1
 
 
+@pytest.mark.thorough
 def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
     command = "kaitian-train --model planted:PrintsFirstStep --epochs 5 --run-dir run".split()
     flags = "--spares 2 --benchmark-seconds 3 --log-interval 0".split()
@@ -298,6 +300,7 @@ def test_a_nan_step_is_skipped_and_a_diverged_rank_is_repaired(tmp_path):
     assert all(torch.isfinite(value).all() for value in jobs.weights_in(tmp_path).values())
 
 
+@pytest.mark.thorough
 def test_too_many_nan_steps_end_the_run_with_one_line(tmp_path):
     command = "kaitian-train --model planted:NeverFinite --max-bad-steps 3".split()
     ended = jobs.run_ranks(2, *command, *jobs.EVEN, cwd=tmp_path, code=2)

@@ -78,10 +78,11 @@ dist.destroy_process_group()
             {"KAITIAN_EMULATE_KINDS": "gpu,mlu", "KAITIAN_EMULATE_SLOWDOWN": "1:3"},
             r"the job is emulated: device kinds gpu, mlu; rank 1 slowed 3x",
         ),
-        (
+        pytest.param(
             "kaitian-run --emulate-kinds gpu,mlu --emulate-slowdown 1:3 script.py init".split(),
             {"KAITIAN_EMULATE_KINDS": "cpu", "KAITIAN_EMULATE_SLOWDOWN": "9:9"},
             r"\[0@[^\]]+\] the job is emulated: device kinds gpu, mlu; rank 1 slowed 3x",
+            marks=pytest.mark.thorough,
         ),
     ],
     ids=["variables", "flags"],
@@ -254,7 +255,10 @@ else:
 @pytest.mark.device_in_python
 @pytest.mark.parametrize(
     ("devices", "expected"),
-    [("mlu:0,cpu", ["0 board 0", "1 cpu 0"]), ("mlu:5,mlu:2", ["2 board 2", "5 board 5"])],
+    [
+        pytest.param("mlu:0,cpu", ["0 board 0", "1 cpu 0"], marks=pytest.mark.thorough),
+        ("mlu:5,mlu:2", ["2 board 2", "5 board 5"]),
+    ],
 )
 def test_a_script_takes_its_own_device_however_it_asks(mpirun, devices, expected):
     words = ("kaitian-run", "--devices", devices, "script.py")

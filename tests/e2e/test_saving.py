@@ -80,7 +80,7 @@ def prefer(job):
         pytest.param(signal.SIGTERM, False, "Large", marks=pytest.mark.any_mpi),
         (signal.SIGTERM, True, "Slow"),
         pytest.param(signal.SIGINT, False, "Slow", marks=pytest.mark.any_mpi),
-        (signal.SIGINT, True, "Large"),
+        pytest.param(signal.SIGINT, True, "Large", marks=pytest.mark.thorough),
     ],
 )
 def test_sigterm_and_sigint_save_a_checkpoint(tmp_path, number, survives, model):
@@ -127,6 +127,7 @@ def undisturbed(tmp_path_factory):
     )
 
 
+@pytest.mark.thorough
 def test_what_is_swapped_into_the_model_is_not_saved_as_its_weights(tmp_path, undisturbed):
     words = (jobs.PYTHON, SCRIPT, "run")
     ended = jobs.run_alone(*words, "swapped:12=TERM", cwd=tmp_path, code=128 + signal.SIGTERM)

@@ -46,6 +46,7 @@ def number_after(words, out):
     return float(out.partition(words)[2].split()[0])
 
 
+@pytest.mark.thorough
 def test_gpt_learns_and_writes_text(mpirun):
     small = "--steps 20 --layers 2 --width 96 --emulate-kinds gpu,gpu,mlu".split()
     out = run_example(mpirun, 3, "gpt.py", *small)
@@ -105,6 +106,7 @@ def test_experts_on_several_ranks_learn_as_on_one(mpirun):
         assert sum(map(int, tokens)) == 512
 
 
+@pytest.mark.thorough
 def test_example_model_trains(mpirun):
     mpirun(
         2,

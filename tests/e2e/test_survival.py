@@ -66,7 +66,11 @@ def survivors(tmp_path, undisturbed):
 @pytest.mark.parametrize(
     ("form", "kills", "refused", "lost"),
     [
-        ("closed", "forward:3:4 optimizer:6:3 evaluate:11:0 ended:14:2", [0], [[4], [3], [0]]),
+        pytest.param(
+            *("closed", "forward:3:4 optimizer:6:3 evaluate:11:0 ended:14:2", [0]),
+            [[4], [3], [0]],
+            marks=pytest.mark.thorough,
+        ),
         ("open", "loss:3:4 optimizer:6:0 gradient:9:3 ended:14:1", [2, 3], [[4], [0], [3]]),
     ],
 )
@@ -128,6 +132,7 @@ def test_mirrors_have_a_lost_ranks_experts(survivors, ranks, form, kills, settin
     assert not settings or results[3]["steps"] == EVERY[2:]
 
 
+@pytest.mark.thorough
 def test_without_mirrors_the_others_begin_again_before_the_first_step(survivors):
     kills = "backward:1:2"
     for result in survivors(3, "closed", kills, "layout=shard", "mirrors=no").values():

@@ -141,6 +141,7 @@ LOOK = """<script>onload = () => {
 }</script></body>"""
 
 
+@pytest.mark.thorough
 def test_the_report_of_a_run_opens_in_a_browser(emulated, tmp_path):
     image = pytest.importorskip("PIL.Image", reason="needs the extra 'report'")
     folder, _ = emulated

@@ -19,6 +19,7 @@ OTHER_PACKAGE = Path(__file__).parents[1] / "vendor"
 pytestmark = pytest.mark.emulated_device
 
 
+@pytest.mark.thorough
 def test_train_with_kinds_and_a_vendor_library_of_another_package(mpirun, tmp_path):
     broken = tmp_path / "packages" / "broken-1.0.dist-info"  # never requested here
     broken.mkdir(parents=True)

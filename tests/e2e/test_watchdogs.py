@@ -83,7 +83,8 @@ def test_watchdogs_kill_a_rank_stopped_when_it_exits_and_the_job_ends(tmp_path):
     assert ended.seconds < 100
 
 
-@pytest.mark.parametrize("lost", [pytest.param(None, marks=pytest.mark.thorough), 1])
+@pytest.mark.thorough
+@pytest.mark.parametrize("lost", [None, 1])
 def test_a_rank_killed_when_it_exits_is_not_waited_for(lost, tmp_path):
     """MPI_Finalize waits for all ranks, and at times (Open MPI 5.0.11) for ever for a dead one."""
     script = tmp_path / "script.py"

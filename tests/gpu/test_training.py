@@ -51,6 +51,7 @@ def test_a_killed_rank_is_survived(tmp_path, accelerators, lost):
     assert summary["ranks"] == [rank for rank in range(3) if rank != lost]
 
 
+@pytest.mark.thorough
 def test_resuming_on_other_devices(tmp_path):
     """A checkpoint of both kinds goes on on the CPU alone, and from there on both again."""
     for accelerators, steps in ((1, 2), (0, 4), (1, 6)):

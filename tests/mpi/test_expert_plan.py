@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from choices import by_default
 from samples import Points
 from torch import nn
 from trace_rules import check_trace, read_trace, spans_of
@@ -215,8 +214,9 @@ def test_experts_move_at_the_end_of_an_epoch_and_the_run_goes_on(world, shared_p
         assert len(experts["hidden_by_rank"]) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.sizes(2)
-@pytest.mark.parametrize("balance", by_default(["static", "adaptive", "off"], ["static"]))
+@pytest.mark.parametrize("balance", ["static", "adaptive", "off"])
 def test_the_first_steps_calibrate_the_prediction_also_of_a_static_plan(
     world, balance, monkeypatch, capsys
 ):

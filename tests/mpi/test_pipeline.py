@@ -334,6 +334,7 @@ def test_a_task_that_cannot_be_divided_is_refused(world, parts, message):
         find_facts(config, setup, world)
 
 
+@pytest.mark.thorough
 @pytest.mark.sizes(2)
 def test_auto_does_not_choose_what_the_task_or_a_setting_rules_out(world, monkeypatch):
     exchange = choose.measure_exchange(world, 1 << 16)

@@ -88,14 +88,8 @@ def test_steps_are_those_of_one_process(world, tmp_path, kind, is_tied, replicas
     check(world, task, tmp_path, replicas)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "lora",
-        pytest.param("windows", marks=pytest.mark.thorough),
-        pytest.param("checkpointing", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", ["lora", "windows", "checkpointing"])
 def test_other_forms_of_models_are_divided(world, tmp_path, what):
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
     kind, settings = ("qwen2", windows) if what == "windows" else ("mistral", {})

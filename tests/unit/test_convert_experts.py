@@ -281,7 +281,7 @@ def test_models_that_cannot_be_reverted_are_refused():
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not YEAR_OLD, reason="needs releases in the folder $KAITIAN_TEST_YEAR_OLD")
-@pytest.mark.parametrize("some", by_default(["gradients_stay", "test"], ["gradients_stay"]))
+@pytest.mark.parametrize("some", ["gradients_stay", "test"])
 def test_models_of_transformers_of_a_year_ago(some):
     if YEAR_OLD in sys.path[:1]:
         pytest.skip("this is it")

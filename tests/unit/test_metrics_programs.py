@@ -100,6 +100,7 @@ def rows_in(path):
     return rows
 
 
+@pytest.mark.thorough
 def test_weights_and_biases_offline(folder):
     hooks = sys.exit, sys.excepthook
     check_wandb_login()  # needs no key

@@ -261,6 +261,7 @@ def test_ranks_of_one_kind_are_replicas_of_a_stage():
     )
 
 
+@pytest.mark.thorough
 def test_many_ranks_are_planned():
     ranks = [("gpu", 1000, 1)] * 500 + [("mlu", 2000, 3)] * 500
     plan = plan_pipeline(job_of(ranks, global_batch=10_000))

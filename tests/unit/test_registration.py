@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 # What is there after `import torch`; the number of threads after each of several calls, minus
 # torch's own; and what is there after all public names are imported.
 SEEN = """
@@ -126,6 +128,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_a_program_that_never_asks_for_the_backend_sees_no_difference(tmp_path):
     script = tmp_path / "elsewhere.py"
     script.write_text(ELSEWHERE)

@@ -86,6 +86,7 @@ def measure(folder):
     show("load")
 
 
+@pytest.mark.thorough
 def test_saving_and_loading_take_little_more_memory_than_the_state(tmp_path):
     command = [sys.executable, __file__, str(tmp_path)]  # a process of its own
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
