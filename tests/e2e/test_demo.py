@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 from jobs import PYTHON, forked, run_alone
 
 from kaitian_mpi.cli import report
@@ -35,6 +36,7 @@ def test_arguments_are_passed_on(tmp_path):
     assert "kaitian-report" not in done.out  # as nothing was trained
 
 
+@pytest.mark.thorough
 def test_mixed_compares_equal_with_adaptive_batches(tmp_path):
     ranks = shlex.join(forked([PYTHON])[:-1])
     done = demo(

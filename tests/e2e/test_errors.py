@@ -109,6 +109,7 @@ def assert_user_error(result, message):
     assert "Traceback" not in result.text
 
 
+@pytest.mark.thorough
 def test_a_kind_with_a_wrong_kernel_ends_the_job_unless_it_is_not_to_be_compared(mpirun, tmp_path):
     command = "kaitian-train --model planted:with_wrong_kernel --emulate-kinds gpu,mlu".split()
     command += "--balance off --max-steps 1 --run-dir run".split()

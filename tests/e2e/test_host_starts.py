@@ -67,6 +67,7 @@ def write_environments(path, **pythons):
     path.write_text("".join(tables))
 
 
+@pytest.mark.thorough
 def test_two_environments_train_one_model(hosts, other_environment, tmp_path):
     ours = write_forking_python(tmp_path / "python") if hosts.have_group else PYTHON
     pythons = {hosts.address(1): ours, hosts.address(2): other_environment}

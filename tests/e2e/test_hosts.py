@@ -77,6 +77,7 @@ def test_loss_of_a_hosts_only_rank(hosts, tmp_path, wire):
     assert rounds_off == [wire == "int8", False, wire == "int8"]  # a rank of each host
 
 
+@pytest.mark.thorough
 def test_loss_of_a_host_and_then_of_the_link_to_another(hosts, tmp_path):
     supervised = "-m kaitian_mpi.cli.supervise mpirun -np 4".split()
     ranks = [*TRAIN, *"--snapshot-every 5 --max-steps 40".split()]

@@ -154,6 +154,7 @@ AUTO = (
 )
 
 
+@pytest.mark.thorough
 def test_the_fastest_layout_that_fits_is_chosen(tmp_path):
     ended = train(tmp_path, 3, *MEMORY, *AUTO)
     table = " ".join(ended.out.replace("|", " ").split())

@@ -210,6 +210,7 @@ def test_loss_in_the_benchmark_and_replacement_by_a_spare(tmp_path):
 # Without fault tolerance
 
 
+@pytest.mark.thorough
 @pytest.mark.any_mpi
 def test_an_interrupted_job_resumes_to_the_same_weights(tmp_path):
     command = "kaitian-train --model planted:Dropping --epochs 3 --global-batch-size 128".split()

@@ -147,6 +147,7 @@ def test_a_script_keeps_its_own_signal_handlers_and_forks(mpirun, command):
     assert ended.err.count("ValueError: planted") == 2  # of the children alone
 
 
+@pytest.mark.thorough
 @pytest.mark.any_mpi
 def test_a_scripts_exit_code_becomes_the_jobs(mpirun):
     command = "kaitian-run --backend-override nccl,gloo script.py --exit 7".split()

@@ -205,6 +205,7 @@ def test_training_continues_if_checkpoints_do_not_fit_on_the_disk(small_disk, tm
     assert jobs.weights_in(tmp_path)  # those of the last epoch have replaced the zeros
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
 def test_a_full_disk_at_the_end_loses_nothing(small_disk, tmp_path):
     train = "kaitian-train --model cnn --dataset synthetic --max-steps 3".split()

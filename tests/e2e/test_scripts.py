@@ -116,6 +116,7 @@ def test_example_model_trains(mpirun):
     )
 
 
+@pytest.mark.thorough
 def test_a_robots_policy_is_cloned_and_moves_the_arm(mpirun, tmp_path):
     command = "kaitian-train --task examples.behavior_cloning:build --epochs 4 --run-dir run"
     settings = "--set demonstrations=1024 --global-batch-size 64 --benchmark-seconds 0.2"

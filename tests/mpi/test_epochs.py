@@ -150,6 +150,7 @@ def test_epochs_with_what_is_between_equal_those_of_one_process(world, is_open):
     assert steps == {e: numbers[e * STEPS : (e + 1) * STEPS] for e in range(EPOCHS)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("is_open", "end", "last"),
     [
@@ -211,6 +212,7 @@ def test_a_signal_in_the_engines_evaluation_does_not_repeat_what_is_between(
     assert len(means) == 2
 
 
+@pytest.mark.thorough
 @OPEN_AND_ALSO_CLOSED
 def test_an_epoch_that_the_last_step_has_cut_is_over_or_goes_on(world, shared_path, is_open):
     settings = {"run_dir": str(shared_path / "run"), "resume": "auto"}
@@ -309,6 +311,7 @@ def test_an_epoch_whose_loop_is_left_is_over(world, is_open):
     assert training.summary.epochs == EPOCHS
 
 
+@pytest.mark.thorough
 @OPEN_AND_ALSO_CLOSED
 def test_rank_0_alone_evaluates_and_writes_between_steps_and_epochs(world, shared_path, is_open):
     expected, _ = by_one_process()
@@ -370,6 +373,7 @@ def test_a_stream_with_a_length_is_trained_in_its_order(world, is_open):
     assert data.begun <= EPOCHS + 2  # also to compare the ranks' data, and to try the model
 
 
+@pytest.mark.thorough
 def test_a_stream_is_resumed_where_it_was_and_read_by_one_process(world, shared_path):
     settings = {"run_dir": str(shared_path / "run"), "resume": "auto", "workers": 2}
     train(world, until=10, parts={"data": Numbers()}, **settings)

@@ -150,6 +150,7 @@ def test_a_loss_depends_on_what_backward_computes_again_or_is_refused(world, exc
             exchange.finish_backward()
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_exchanges_tokens(world, exchanged):
     one = mixture()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), one, nn.Tanh()).double()

@@ -287,6 +287,7 @@ class Counting(nn.Module):
         return self.linear(tokens)
 
 
+@pytest.mark.thorough
 @pytest.mark.thorough(1, 2)
 def test_batch_norm_beside_experts_and_their_buffers_are_evaluated_on_any_ranks(world, shared_path):
     torch.manual_seed(5)

@@ -169,6 +169,7 @@ def by_a_future(x, group):
     return work.get_future().then(lambda future: future.value()[0] + 1).wait()
 
 
+@pytest.mark.thorough
 @pytest.mark.sizes(3)
 @pytest.mark.parametrize(
     "function",
@@ -217,6 +218,7 @@ def test_join_with_uneven_inputs(world):
     assert parameters_agree(world, model)
 
 
+@pytest.mark.thorough
 def test_zero_redundancy_optimizer(world):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

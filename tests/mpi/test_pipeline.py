@@ -215,6 +215,7 @@ def freeze(model, is_frozen):
         layer.requires_grad_(not is_frozen)
 
 
+@pytest.mark.thorough
 @pytest.mark.sizes(2, 3)
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize("replicas", by_default([1, 2], [2]))

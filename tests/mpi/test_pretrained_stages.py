@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from choices import by_default
 from test_pipeline import LOSS, Run, compare_with_one_process, plan_of
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -74,6 +75,7 @@ def make_task(model, loss=loss_of, **parts):
     return Task(model=model, optimizer=optimizer, data=tokens(), loss=loss, clip_norm=0.5, **parts)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "is_tied", "replicas"),  # by `--all`, each two of them in every combination
     [
@@ -88,8 +90,7 @@ def test_steps_are_those_of_one_process(world, tmp_path, kind, is_tied, replicas
     check(world, task, tmp_path, replicas)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("what", ["lora", "windows", "checkpointing"])
+@pytest.mark.parametrize("what", by_default(["lora", "windows", "checkpointing"], ["lora"]))
 def test_other_forms_of_models_are_divided(world, tmp_path, what):
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
     kind, settings = ("qwen2", windows) if what == "windows" else ("mistral", {})

@@ -163,6 +163,7 @@ def contents(world, folder):
     return found
 
 
+@pytest.mark.thorough
 def test_a_finished_run_is_unchanged_or_trains_more_epochs(world, folder, capsys):
     first = run(world, folder)
     before = contents(world, folder)
@@ -188,6 +189,7 @@ def test_a_finished_run_is_unchanged_or_trains_more_epochs(world, folder, capsys
     assert steps_in(folder) == list(range(1, 4 * STEPS + 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("other", [pytest.param(6, marks=pytest.mark.thorough), 20])
 def test_another_global_batch_trains_all_epochs_and_keeps_the_schedule(world, folder, other):
     run(world, folder, epochs=3, checkpoint_every=1)
@@ -370,6 +372,7 @@ def test_what_does_not_fit_or_cannot_be_read_is_refused(world, folder, monkeypat
     check_refused(rf"none of the 3 checkpoints in {folder}/checkpoints is intact; restore")
 
 
+@pytest.mark.thorough
 def test_a_large_state_is_saved_and_resumed_without_a_copy(world, folder, name, monkeypatch):
     copies = []
     monkeypatch.setattr(BackgroundWriter, "submit", lambda *args: copies.append(args))
@@ -384,6 +387,7 @@ def test_a_large_state_is_saved_and_resumed_without_a_copy(world, folder, name, 
     assert torch.equal(weights_in(folder), weights_in(reference))
 
 
+@pytest.mark.thorough
 def test_no_step_appears_twice_in_the_metrics(world, folder):
     run(world, folder, checkpoint_every=2)
     for step, plans in ((4, [0, 4]), (0, [0])):  # the latter from scratch

@@ -418,6 +418,7 @@ class Weighed:
         return (losses * counts).sum() / counts.sum()
 
 
+@pytest.mark.thorough
 @further_sizes
 @pytest.mark.parametrize("is_odd", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_micro_batches_in_which_nothing_counts_add_nothing(train, is_odd):
@@ -428,6 +429,7 @@ def test_micro_batches_in_which_nothing_counts_add_nothing(train, is_odd):
     )
 
 
+@pytest.mark.thorough
 @further_sizes
 @pytest.mark.parametrize("sharded", [pytest.param((), marks=pytest.mark.thorough), (0, 2)])
 def test_parameters_are_frozen_and_unfrozen_between_steps(train, sharded):

@@ -605,6 +605,7 @@ class Counter:
         self.seen = state["seen"]
 
 
+@pytest.mark.thorough
 @ALSO_ALONE
 @pytest.mark.thorough(1)
 @OPEN_AND_ALSO_CLOSED
