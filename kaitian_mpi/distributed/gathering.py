@@ -331,7 +331,7 @@ class Gathering:
         self._rewind()
 
     def version(self, number: int) -> Any:
-        """Return what is another one once a script has changed a parameter within a round."""
+        """Return a value that differs after a script has changed a parameter within a round."""
         return None
 
     def _follow(self, number: int | None) -> int | None:

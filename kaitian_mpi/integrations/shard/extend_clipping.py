@@ -124,8 +124,8 @@ def _joined(rows: float, others: float, order: float, size: int, rank: int) -> f
 
     Args:
         rows: the norm of this rank's rows.
-        others: that of the gradients that each rank has whole.
-        order: of these norms.
+        others: the norm of the gradients that each rank has whole.
+        order: the order of these norms.
         size: how many ranks there are.
         rank: this rank.
     """

@@ -33,7 +33,7 @@ class HostMemory:
         """Return memory for a tensor of another one's shape, strides and dtype.
 
         Raises:
-            UserError: there is no room for the files.
+            UserError: the disk has no space for the files.
         """
         return self._checked(self._spool.empty(like))
 
@@ -41,14 +41,14 @@ class HostMemory:
         """Return tensors concatenated by rows.
 
         Raises:
-            UserError: there is no room for the files.
+            UserError: the disk has no space for the files.
         """
         return self._checked(self._spool.keep(rows))
 
     def _checked(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._spool.fault is not None:
             raise UserError(
-                f"--layout shard: what is saved cannot be collected in {tempfile.gettempdir()} "
-                f"({self._spool.fault.strerror}); set TMPDIR to a folder with room"
+                f"--layout shard: the state to be saved cannot be kept in {tempfile.gettempdir()} "
+                f"({self._spool.fault.strerror}); set TMPDIR to a folder with more space"
             )
         return tensor

@@ -50,7 +50,7 @@ class Costs(NamedTuple):
     scatter_cost: AllreduceCost
     gather_cost: AllreduceCost
     ranks: list[LayerFacts]
-    """By rank, the seconds of the optimizer and of copying; nothing of layers."""
+    """The seconds of the optimizer and of copying by rank; nothing of layers."""
 
 
 def replicates(settings: LayoutSettings, world: World, model: nn.Module, can_shard: bool) -> bool:
@@ -87,9 +87,9 @@ def step_seconds(
 
     Args:
         costs: as measured.
-        fractions: of the model that each rank owns in layout shard.
-        count: of the parameters that are trained.
-        size: of them, in bytes.
+        fractions: the fraction of the model that each rank owns in layout shard.
+        count: how many parameters are trained.
+        size: their size in bytes.
     """
 
     def busy(layout: str, parts: Sequence[float]) -> float:

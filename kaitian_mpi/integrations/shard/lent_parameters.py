@@ -43,7 +43,7 @@ class LentParameters(HostParameters):
 
         Args:
             module: whose parameters they are.
-            numbers: of these parameters.
+            numbers: the numbers of these parameters.
             device: where they are used.
             read: reads a parameter's values from rank 0, given its number and how often the script
                 has changed it; None on rank 0 itself.

@@ -37,7 +37,7 @@ class ModelPasses:
     script has cleared it, else None.
 
     Attributes:
-        sums: of the gradients, at their owners; None until `begin`.
+        sums: the sums of the gradients, at their owners; None until `begin`.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class ModelPasses:
         """Watch nothing yet. Not collective.
 
         Args:
-            parameters: of the model, by their numbers.
-            numbers: of the parameters, by `id`.
-            rows: of this rank.
+            parameters: those of the model, by their numbers.
+            numbers: the numbers of the parameters, by `id`.
+            rows: the rows of this rank.
             world: all ranks.
             calls: compares what the ranks' scripts do.
             backward_done: called when all ranks have computed a backward.
@@ -83,7 +83,7 @@ class ModelPasses:
 
         Args:
             module: the model.
-            group: of its DDP.
+            group: the process group of its DDP.
             sharded: the parameters that no rank has whole; None if all are whole on each.
             prefetches: whether there is memory for values that come before they are used.
         """
@@ -278,9 +278,9 @@ def _check_no_backward(sums: OpenReducer, rank: int, steps: int) -> None:
     """Check that no backward is under way.
 
     Args:
-        sums: of the model's gradients.
+        sums: the sums of the model's gradients.
         rank: this rank.
-        steps: of optimizers so far.
+        steps: how many optimizer steps there were so far.
 
     Raises:
         UserError: it has failed, or this is in one of its hooks.
@@ -316,7 +316,7 @@ def _check_none_added(module: nn.Module, numbers: Mapping[int, int]) -> None:
 
     Args:
         module: the model.
-        numbers: of its parameters, by `id`, at its first forward.
+        numbers: the numbers of its parameters, by `id`, at its first forward.
 
     Raises:
         UserError: the script has added some.

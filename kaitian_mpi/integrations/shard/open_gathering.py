@@ -32,7 +32,7 @@ class OpenGathering(Gathering):
     ) -> None:
         """Gather as `Gathering` does.
 
-        `read_version` returns what is another one once a parameter's owners have other values.
+        `read_version` returns a value that differs after each change of a parameter.
         """
         super().__init__(model, *args, **options)
         self._read = model.read
@@ -73,7 +73,7 @@ class OpenGathering(Gathering):
         self._rewind()
 
     def version(self, number: int) -> Any:
-        """Return what is another one once a parameter's owners have other values."""
+        """Return a value that differs after each change of the parameter."""
         return self._read_version(number)
 
     def _take(self, run: GatheredRun, number: int) -> torch.Tensor:

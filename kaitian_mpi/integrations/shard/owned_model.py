@@ -32,7 +32,7 @@ class OwnedModel:
     """What ranks own of a model, which its DDP has whole for the script.
 
     Attributes:
-        parameters: of the model, by their numbers.
+        parameters: those of the model, by their numbers.
         rows: this rank's, which its optimizers step.
         sharded: the parameters that no rank has whole; None if all are whole on each.
         passes: the forwards, backwards and steps of the model.
@@ -52,7 +52,7 @@ class OwnedModel:
         Args:
             ddp: the wrapped model.
             world: all ranks.
-            reads: from other ranks.
+            reads: what reads from other ranks.
             waits: makes the context of waiting for other ranks.
             calls: compares what the ranks' scripts do.
             backward_done: called when all ranks have computed a backward.
@@ -118,12 +118,12 @@ class OwnedModel:
         """Make ranks the owners of the model's rows. Collective.
 
         Args:
-            index: of this model, the same on every rank.
-            owners: of which fractions.
+            index: the index of this model, the same on every rank.
+            owners: which fractions the ranks own.
             optimizers: those that step the model.
             device: for parameters that have stayed on the host so far.
             give_rows: gives this rank what rank 0 alone has so far.
-            state_dicts: that the script has made so far.
+            state_dicts: those that the script has made so far.
         """
         self._by_rows = steps_by_element(optimizers)
         parts = self._divide(owners)

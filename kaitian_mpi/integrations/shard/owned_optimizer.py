@@ -44,13 +44,14 @@ def check_steps_by_parameter(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if any(name.startswith(refused) for refused in _REFUSED):
         raise UserError(
-            f"--layout shard does not support {name}: its step is not of one parameter at a "
-            "time; use another optimizer, or leave out --layout shard"
+            f"--layout shard does not support {name}: it steps several parameters together; "
+            "use another optimizer, or leave out --layout shard"
         )
     if not steps_by_element([optimizer]):
         warnings.warn(
             f"--layout shard: {name} is not known to step each element by itself, so each "
-            "parameter is owned whole by one rank, and must be stepped by itself",
+            "parameter is owned whole by one rank; results are right only if a parameter's update "
+            "depends on that parameter alone",
             stacklevel=2,
         )
 
@@ -61,7 +62,7 @@ class OwnedOptimizer:
     Outside it shows the model's parameters, and the state of these rows.
 
     Attributes:
-        state: of this rank's rows, which other ranks read.
+        state: the state of this rank's rows, which other ranks read.
         has_begun: whether this rank keeps its rows.
     """
 
@@ -69,16 +70,19 @@ class OwnedOptimizer:
         """Keep nothing yet.
 
         Args:
-            index: among the optimizers, the same on every rank.
+            index: the index among the optimizers, the same on every rank.
             find_model: returns the model of a parameter; None if it is in no DDP.
         """
         self.state = OwnedState(index, find_model)
         self._shown = ShownState(self.state)
-        self._whole: list[list[torch.Tensor]] = []  # each group's parameters, while it has rows
-        self._depth = 0
-        self._around: Sequence[Step] = ()  # until the end of this one's step
+        # Each group's parameters of the model, to be put back, while the optimizer has rows.
+        self._whole: list[list[torch.Tensor]] = []
+        self._depth = 0  # of calls of `enter`, of which the outermost one gives the rows
+        # Optimizers whose steps have called this one's, and go on after it.
+        self._around: Sequence[Step] = ()
         self.has_begun = False
-        # A whole state by place that was loaded before there were owners.
+        # A whole state by place that was loaded before there were owners: which rows of it are
+        # this rank's is known only then.
         self._loaded: Mapping[int, Any] | None = None
 
     @property

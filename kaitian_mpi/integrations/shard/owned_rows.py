@@ -30,11 +30,11 @@ class OwnedRows:
     done itself.
 
     Attributes:
-        index: of the model, the same on every rank; -1 until `assign`.
-        parts: of all parameters, by all ranks; empty until `assign`.
+        index: the index of the model, the same on every rank; -1 until `assign`.
+        parts: the parts of all parameters, of all ranks; empty until `assign`.
         targets: this rank's rows, with a gradient of their own.
         lock: held while the rows change.
-        steps: of optimizers that have changed the rows.
+        steps: how many optimizer steps have changed the rows.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class OwnedRows:
         """Own nothing yet.
 
         Args:
-            parameters: of the model, by their numbers.
+            parameters: those of the model, by their numbers.
             rank: this rank.
-            reads: from other ranks.
+            reads: what reads from other ranks.
             waits: makes the context of waiting for other ranks.
         """
         self.parts: list[Part] = []
@@ -75,8 +75,8 @@ class OwnedRows:
         """Own these parts. Not collective.
 
         Args:
-            index: of the model, the same on every rank.
-            parts: of all parameters, by all ranks.
+            index: the index of the model, the same on every rank.
+            parts: the parts of all parameters, of all ranks.
             values: this rank's rows of the sharded parameters.
         """
         self.index = index
@@ -158,9 +158,9 @@ class OwnedRows:
         """Return this rank's pieces of a parameter; `NOT_YET` if its script is behind.
 
         Args:
-            number: of the parameter.
-            steps: that the rank that asks has done.
-            changes: that its script has made to the parameter since.
+            number: the number of the parameter.
+            steps: how many steps the rank that asks has done.
+            changes: how often its script has changed the parameter since.
 
         Raises:
             UserError: this rank has done another step.
@@ -253,7 +253,7 @@ def in_order(pieces: Sequence[Piece], parameter: torch.Tensor) -> list[Piece]:
 
 
 def _layout(tensor: torch.Tensor) -> Hashable:
-    """Return what is another one once a tensor's `data` is set."""
+    """Return a value that differs once a tensor's `data` is set."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 

@@ -32,11 +32,11 @@ class StatePiece(NamedTuple):
     """The state of some rows of a parameter."""
 
     number: int
-    """Of the parameter."""
+    """The number of the parameter."""
     begin: int
     end: int
     names: list[str]
-    """Of all values, in their order."""
+    """The names of all values, in their order."""
     small: dict[str, Any]
     """All but the large tensors."""
     large: dict[str, Form]
@@ -48,10 +48,10 @@ class OwnedState:
     Other ranks may read it at any time, each as it is after the step that it has done itself.
 
     Attributes:
-        index: of the optimizer, the same on every rank.
+        index: the index of the optimizer, the same on every rank.
         find_model: returns the model of a parameter; None if it is in no DDP.
-        models: that the optimizer steps.
-        current: by row tensor, as an optimizer has it.
+        models: those that the optimizer steps.
+        current: the state by row tensor, as an optimizer has it.
         steps: how often it has changed.
         lock: held while it changes.
     """
@@ -60,7 +60,7 @@ class OwnedState:
         """Have no state yet.
 
         Args:
-            index: of the optimizer, the same on every rank.
+            index: the index of the optimizer, the same on every rank.
             find_model: returns the model of a parameter; None if it is in no DDP.
         """
         self.index = index
@@ -69,7 +69,8 @@ class OwnedState:
         self.steps = 0
         self.lock = threading.RLock()
         self.find_model = find_model
-        # By the steps: those before the script has loaded others, which other ranks may still read.
+        # By the steps: states that the script has replaced, as by load_state_dict. A rank may still
+        # save the old one while another has loaded; all have once they have computed a backward.
         self._before: dict[int, Mapping[Any, Any]] = {}
 
     def set_models(self, models: Sequence[OwnedModel]) -> None:
@@ -118,8 +119,8 @@ class OwnedState:
         """Yield what this rank has of the state of a model's parameters, unchanged in the block.
 
         Args:
-            index: of the model.
-            steps: after which the state is wanted; this rank has done as many.
+            index: the index of the model.
+            steps: the number of steps after which the state is wanted; this rank has done as many.
             wanted: the number of a parameter and the encoded name of a large tensor, of whose rows
                 these are pieces; else they are a `StatePiece` of each part of a parameter.
 

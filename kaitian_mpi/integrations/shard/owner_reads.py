@@ -48,7 +48,7 @@ class _Request(NamedTuple):
     source: int
     """The rank that asks."""
     tag: int
-    """Of the reply."""
+    """The tag of the reply."""
     kind: int
     """Whether the reply is a state or the rows of a tensor."""
     numbers: list[int]
@@ -95,7 +95,7 @@ class OwnerReads:
         Not collective.
 
         Args:
-            rank: that is asked, not this one.
+            rank: the rank that is asked, not this one.
             numbers: what its `serve` is called with.
             into: the begins and ends of the rows, and their memory, on any device.
 
@@ -189,9 +189,9 @@ class OwnerReads:
             if time.monotonic() - request.since < _LONGEST_WAIT_SEC:
                 return False
             fault = (
-                f"--layout shard: rank {request.source} waited {_LONGEST_WAIT_SEC:.0f} s for rank "
-                f"{self._comm.rank} to come as far; every rank must change parameters, and step "
-                "optimizers, as often as the others"
+                f"--layout shard: rank {self._comm.rank} has not reached the optimizer step that "
+                f"rank {request.source} reads, after {_LONGEST_WAIT_SEC:.0f} s; call "
+                "optimizer.step() and change parameters equally often on every rank"
             )
         self._waiting.remove(request)
         text = np.frombuffer(fault.encode(), dtype=np.uint8)

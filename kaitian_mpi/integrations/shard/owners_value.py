@@ -23,7 +23,7 @@ class ValueSource:
     Attributes:
         like: a tensor on meta of the same shape, strides and dtype.
         read_into: reads the values from their owners into a tensor. Not collective.
-        version: returns what is another one once the values have changed.
+        version: returns a value that differs after each change of the values.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ValueSource:
         Args:
             like: a tensor on meta of the same shape, strides and dtype.
             read_into: reads the values from their owners into a tensor. Not collective.
-            version: returns what is another one once the values have changed.
+            version: returns a value that differs after each change of the values.
             allocate: returns memory for values that are kept.
         """
         self.like = like

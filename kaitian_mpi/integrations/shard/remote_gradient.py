@@ -90,7 +90,7 @@ class RemoteGradients:
         """Let nothing stand there yet.
 
         Args:
-            parameters: of the model, by their numbers.
+            parameters: those of the model, by their numbers.
             rows_of: returns this rank's rows of the sum of a parameter's gradient.
         """
         self._parameters = parameters

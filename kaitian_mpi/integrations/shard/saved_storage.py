@@ -27,7 +27,7 @@ class SavedValues(Protocol):
         """A tensor on meta of the same shape, strides and dtype."""
 
     def version(self) -> Any:
-        """Return what is another one once the values have changed."""
+        """Return a value that differs after each change of the values."""
 
     def read_into(self, values: torch.Tensor) -> None:
         """Read the values into a tensor in host memory."""

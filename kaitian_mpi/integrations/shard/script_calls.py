@@ -49,7 +49,7 @@ class _Announced(NamedTuple):
     request: MPI.Request
     sent: np.ndarray
     by_rank: np.ndarray
-    """Of each rank, a call and the index of the model that it is of."""
+    """The call of each rank and the index of its model."""
     steps: int
 
     @property

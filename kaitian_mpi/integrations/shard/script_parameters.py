@@ -87,10 +87,10 @@ class ScriptParameters(ShardedModel):
 
         Args:
             model: whose parameters are to be sharded.
-            numbers: of these parameters.
+            numbers: the numbers of these parameters.
             device: where they are used.
             read_into: reads a parameter from its owners. Not collective.
-            read_version: returns what is another one once a parameter's values have changed.
+            read_version: returns a value that differs after each change of a parameter.
             write: takes back the values of a parameter that the script has changed in place.
         """
         super().__init__(model, numbers, device)

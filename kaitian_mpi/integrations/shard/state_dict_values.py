@@ -32,7 +32,7 @@ class StateDictValues:
         Args:
             parameters: the sharded ones, by number.
             read_into: reads a parameter from its owners. Not collective.
-            read_version: returns what is another one once a parameter's values have changed.
+            read_version: returns a value that differs after each change of a parameter.
             take_changes: gives the owners what the script has just changed on each rank.
         """
         self._parameters = parameters

@@ -28,8 +28,8 @@ class StateReader:
 
         Args:
             owned: the state of this rank's rows.
-            parameters: that the optimizer steps, in their order.
-            reads: from other ranks.
+            parameters: those that the optimizer steps, in their order.
+            reads: what reads from other ranks.
         """
         self._owned = owned
         self._steps = owned.steps

@@ -34,9 +34,9 @@ class TrainerShards:
         world: all ranks, each of which runs the script.
         settings: how to lay out models.
         placement: where parameters are before they have owners.
-        state_dicts: of modules, from before they have owners.
-        optimizers: that the script has created, and this rank's side of them.
-        reads: from other ranks, what they own.
+        state_dicts: the state dicts of modules from before they have owners.
+        optimizers: those that the script has created, and this rank's side of them.
+        reads: what reads from other ranks what they own.
     """
 
     def __init__(self, world: World, settings: LayoutSettings, waits: WaitContext) -> None:

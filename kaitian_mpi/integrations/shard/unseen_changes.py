@@ -33,7 +33,7 @@ class UnseenChanges:
 
         Args:
             name: returns a parameter's name, by its number.
-            read_version: returns what is another one once a parameter's values have changed.
+            read_version: returns a value that differs after each change of a parameter.
             write: takes back the values of a parameter.
         """
         self._name = name
