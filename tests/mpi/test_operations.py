@@ -373,19 +373,29 @@ def test_tensors_of_unlike_sizes_are_refused_and_the_memory_after_them_is_left(w
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("promised", [2, 4])
-def test_different_splits_are_refused(world, promised):
-    """Rank 0 sends 3 numbers to each, which expect this many."""
-    size = world.size
-    received = [3 if world.rank == 0 else promised, *[3] * (size - 1)]
-    output = torch.zeros(sum(received))
-    tensor = torch.ones(3 * size)
+@pytest.mark.parametrize(
+    ("sent", "promised"),
+    [(3, 2), (3, 4), (3, 0), (0, 3), (20_000, 5), (100_000, 20_000), (20_000, 100_000)],
+)
+def test_different_splits_are_refused_and_the_memory_after_them_is_left(world, sent, promised):
+    """Rank 0 sends so many numbers to each other rank, which expect as many as they are promised.
+
+    Open MPI would write all of them; it does not fail on the rank that sends them.
+    """
+    others = world.size - 1
+    received = [3 if world.rank == 0 else promised, *[3] * others]
+    splits = [3, *[sent if world.rank == 0 else 3] * others]
+    whole = torch.zeros(sum(received) + 100_000)
+    output = whole[: sum(received)]
     group = dist.new_group()
     is_refused = (
         pytest.raises(CollectiveError, match="different sizes") if world.rank else nullcontext()
     )
     with is_refused:
-        dist.all_to_all_single(output, tensor, received, [3] * size, group)
+        dist.all_to_all_single(output, torch.ones(sum(splits)), received, splits, group)
+    assert not whole[len(output) :].any()
+    if world.rank == 0:
+        assert output.all()
     dist.destroy_process_group(group)
 
 

@@ -247,18 +247,25 @@ class HostOperations:
         tensor: torch.Tensor,
         sent_counts: Sequence[int],
     ) -> None:
-        """Like `all_to_all`, with all pieces in one tensor; counts are in elements."""
+        """Like `all_to_all`, with all pieces in one tensor; counts are in elements.
+
+        The sizes come first, but each rank compares only those that it is to receive: for short
+        pieces that takes a tenth longer, a comparison by all ranks half as long again.
+        """
         host = to_host(output, read=False)
         source = to_host(tensor)
         source = separate(source, host)
         leaving = np.array([count * source.itemsize for count in sent_counts])
         arriving = np.empty_like(leaving)
-        # At the same time, as a wait for them alone would take as long as short pieces do.
-        sizes = self._comm.Ialltoall(leaving, arriving)
+        self._complete(self._comm.Ialltoall(leaving, arriving), leaving, arriving)
+        sizes = arriving.tolist()
+        are_unlike = sizes != [count * host.itemsize for count in received_counts]
+        if are_unlike:  # in memory of its own, so that the other ranks do not wait for this one
+            host = torch.empty(sum(sizes), dtype=torch.uint8)
+            received_counts = sizes
         request = start_all_to_all(self._comm, host, received_counts, source, sent_counts)
         self._complete(request, host, source)
-        self._complete(sizes, leaving, arriving)
-        if arriving.tolist() != [count * host.itemsize for count in received_counts]:
+        if are_unlike:
             raise CollectiveError(pairwise.DIFFERENT_SIZES)
         from_host(host, output)
 
