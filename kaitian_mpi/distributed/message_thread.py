@@ -24,11 +24,7 @@ _LEFT_INTERVAL_SEC = 1.0  # between two checks of which ranks have left the grou
 
 
 class MessageThread:
-    """Follows the pending messages of one rank of a group.
-
-    Attributes:
-        broken: why the group cannot be used any more; empty if it can.
-    """
+    """Follows the pending messages of one rank of a group."""
 
     def __init__(
         self,
@@ -48,7 +44,6 @@ class MessageThread:
         self._arrivals = arrivals
         self._on_failure = on_failure
         self.set_timeout(timeout)
-        self.broken = ""
         self._pending: list[Message] = []
         self._changed = threading.Condition()
         self._closed_at = float("inf")
@@ -64,7 +59,12 @@ class MessageThread:
     def follow(self, message: Message) -> Message:
         """Follow a message to its end; start it at once, if it may."""
         with self._changed:
-            _start_after(self._pending, message)
+            try:
+                _start_after(self._pending, message)
+            except Exception as error:
+                if not ulfm.may_be_loss(error):
+                    raise
+                # The thread meets it as well, and then fails all messages.
             self._pending.append(message)
             self._changed.notify()
         return message
@@ -157,7 +157,6 @@ class MessageThread:
         with self._changed:
             messages = self._pending
             self._pending = []
-        self.broken = f"this process group failed before: {lost}"
         self._on_failure(lost)
         for message in messages:
             keep_alive(*message.in_use())
@@ -225,7 +224,6 @@ class MessageThread:
 
     def _fail_group(self, message: Message, text: str) -> None:
         """Fail a message, and with it the group."""
-        self.broken = f"this process group failed before: {text}"
         error = CollectiveError(text)
         self._on_failure(error)
         message.fail(error)

@@ -64,10 +64,9 @@ class Mailbox:
         """Start sending a tensor on any device, which must not change until the work is done.
 
         Raises:
-            CollectiveError: the group has failed before.
             UnsupportedError: there is no such rank.
         """
-        self._check_usable("send", target)
+        self._check_rank("send", target)
         if self._goes_in_pieces(tensor):
             return self._follow_long(tensor, target, tag, is_receive=False)
         buffer, filled = staging.copy_out(tensor, self._outgoing)
@@ -83,10 +82,9 @@ class Mailbox:
         """Start receiving into a tensor on any device; `ANY_SOURCE` accepts any sender.
 
         Raises:
-            CollectiveError: the group has failed before.
             UnsupportedError: there is no such rank.
         """
-        self._check_usable("recv", source)
+        self._check_rank("recv", source)
         if self._goes_in_pieces(tensor):
             return self._follow_long(tensor, source, tag, is_receive=True)
         buffer = to_host(tensor, read=False)
@@ -100,9 +98,7 @@ class Mailbox:
         """End the thread, and fail pending messages; return whether there were none."""
         return self._thread.close()
 
-    def _check_usable(self, operation: str, peer: int) -> None:
-        if self._thread.broken:
-            raise CollectiveError(f"{operation}: {self._thread.broken}")
+    def _check_rank(self, operation: str, peer: int) -> None:
         size = self._comm.size
         if peer != ANY_SOURCE and not 0 <= peer < size:
             raise UnsupportedError(

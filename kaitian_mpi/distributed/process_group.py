@@ -202,6 +202,7 @@ class KaitianProcessGroup(BackendQueries, CollectiveCalls):
         with self._lock:
             if self._closed:
                 raise CollectiveError(f"{name}: {_ENDED}")
+            self._worker.check(name)
             if self._mailbox is None:
                 self._mailbox = self._make_mailbox(timeout=self._timeout)
             return self._mailbox

@@ -132,6 +132,8 @@ def test_waiting_for_a_rank_that_has_destroyed_the_group_raises(world, last, len
                 lambda: dist.all_reduce(torch.ones(length), group=group),
                 rf"^rank {last} of {world.size} ended the group before all_reduce #2",
             )
+            failed_before = f"send: this process group failed before: rank {last} of"
+            fails(lambda: dist.send(torch.ones(1), last, group=group), f"^{failed_before}")
 
 
 @pytest.mark.parametrize(

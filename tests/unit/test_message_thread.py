@@ -11,8 +11,9 @@ import torch
 from kaitian_mpi.distributed import message_thread
 from kaitian_mpi.distributed.message_thread import MessageThread
 from kaitian_mpi.distributed.messages import Message
-from kaitian_mpi.errors import CollectiveError
+from kaitian_mpi.errors import CollectiveError, RankLostError
 from kaitian_mpi.mpi.host_collectives import ANY_SOURCE
+from kaitian_mpi.runtime import ulfm
 
 SIZE = 3
 LONG_SEC = 60.0
@@ -21,10 +22,11 @@ LONG_SEC = 60.0
 class FakeMessage(Message):
     """A message that a test lets start, and lets arrive."""
 
-    def __init__(self, name, peer=1, tag=0, *, is_receive=True, may_start=True):
+    def __init__(self, name, peer=1, tag=0, *, is_receive=True, may_start=True, error=None):
         super().__init__(torch.zeros(1), peer, tag, is_receive=is_receive)
         self.name = name
         self.may_start = may_start
+        self.error = error
         self.started_with = None
         self.has_arrived = threading.Event()
 
@@ -33,6 +35,8 @@ class FakeMessage(Message):
         return self.started_with is None
 
     def start(self, reserved):
+        if self.error is not None:
+            raise self.error
         if self.may_start and self.started_with is None:
             self.started_with = set(reserved)
 
@@ -129,7 +133,6 @@ def test_a_timeout_begins_with_the_wait_and_fails_the_group(make_group):
     told = "timed out after 0.2 s in recv: waiting for a message from rank 1 of 3"
     assert group.error_of(message) == told
     assert [str(error) for error in group.failures] == [told]
-    assert group.thread.broken == f"this process group failed before: {told}"
 
 
 def test_a_message_of_a_rank_that_has_left_fails_at_the_second_look(make_group, monkeypatch):
@@ -142,6 +145,19 @@ def test_a_message_of_a_rank_that_has_left_fails_at_the_second_look(make_group, 
     assert group.error_of(message) == told
     assert message.peer_left
     assert not other.is_completed()
+
+
+def test_a_message_that_cannot_start_as_a_rank_is_lost_fails_where_it_is_waited_for(
+    make_group, monkeypatch
+):
+    """Another thread has met the loss, and has revoked what messages are sent by."""
+    monkeypatch.setattr(ulfm, "may_be_loss", lambda error: isinstance(error, OSError))
+    group = make_group()
+    pending = group.follow("pending")
+    cut_off = group.follow("cut off", is_receive=False, error=OSError("revoked"))
+    for message in (pending, cut_off):
+        assert group.error_of(message) == "a message: a rank is lost (revoked)"
+    assert [type(error) for error in group.failures] == [RankLostError]
 
 
 def test_what_arrives_while_the_group_ends_is_received_and_the_rest_canceled(make_group):

@@ -105,8 +105,12 @@ class Worker:
         is_idle = self._waiting == 0 and not self._turn.locked()
         if not is_idle and not self._is_in_callback():
             self._enqueue(name, lambda: None, [], None).wait()
+        self.check(name)
+
+    def check(self, name: str) -> None:
+        """Raise the error of an operation of that name if no more can be executed."""
         if self.broken is not None:
-            raise _broken_error(name, self.broken)
+            raise type(self.broken)(f"{name}: this process group failed before: {self.broken}")
 
     def fail(self, error: CollectiveError) -> None:
         """Make all later collectives fail: something else in the group has failed."""
@@ -207,8 +211,7 @@ class Worker:
             self._in_callback = outer
 
     def _attempt(self, name: str, call: Call, result: list[torch.Tensor]) -> None:
-        if self.broken is not None:
-            raise _broken_error(name, self.broken)
+        self.check(name)
         try:
             self._begins(name)
             with writing(result):
@@ -226,7 +229,3 @@ class Worker:
             if not isinstance(error, _ARGUMENT_ERRORS):
                 self.broken = CollectiveError(f"{name}: {type(error).__name__}: {error}")
             raise
-
-
-def _broken_error(name: str, broken: CollectiveError) -> CollectiveError:
-    return type(broken)(f"{name}: this process group failed before: {broken}")
