@@ -21,10 +21,10 @@ from kaitian_mpi.distributed.collectives.staging import keep_for_current_stream
 from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.gathering import Gathering
 from kaitian_mpi.distributed.gradients import group_into_buckets, uses_library
-from kaitian_mpi.distributed.owners_values import IN_FLIGHT, OwnersValues, Targets
 from kaitian_mpi.distributed.reducer import GradientArrivals, TrainedParameters
 from kaitian_mpi.distributed.shard_buckets import BufferPool, ShardBucket
 from kaitian_mpi.distributed.step_facts import StepFacts
+from kaitian_mpi.distributed.value_gathers import IN_FLIGHT, Targets, ValueGathers
 from kaitian_mpi.runtime.polling import WaitContext
 
 
@@ -134,7 +134,7 @@ class _SumsInFlight:
     def __init__(
         self,
         layout: _Buckets,
-        values: OwnersValues,
+        values: ValueGathers,
         group: dist.ProcessGroup | None,
         waits: WaitContext,
     ) -> None:
@@ -252,7 +252,7 @@ class ShardReducer:
         # From how many ranks each trained parameter got a gradient; of this rank, until `finish`.
         self._used: list[float] = []
         self._facts = StepFacts()
-        self.values = OwnersValues(model, targets, group, waits, overlaps)
+        self.values = ValueGathers(model, targets, group, waits, overlaps)
         if gathering is not None:
             bucket_caps = BUCKET_CAPS[0], gathering.together
         with torch._C.DisableTorchFunctionSubclass():  # of parameters without their values
@@ -355,7 +355,7 @@ class ShardReducer:
         self.values.check()
 
     def share_values(self) -> None:
-        """Give every rank the owners' values of the parameters, as `OwnersValues` does."""
+        """Give every rank the owners' values of the parameters, as `ValueGathers` does."""
         self.values.share(self._layout.buckets, self._layout.pool)
 
     def close(self) -> None:

@@ -155,7 +155,7 @@ def test_whatever_uses_new_values_waits_for_them(world, make_run, monkeypatch):
     task, run = make_run("adamw", loss=loss)
     initial, taken = copy.deepcopy(task.model), []
     # Another test in this process may have compiled something.
-    monkeypatch.setattr("kaitian_mpi.distributed.owners_values.is_compiling", lambda: False)
+    monkeypatch.setattr("kaitian_mpi.distributed.value_gathers.is_compiling", lambda: False)
     monkeypatch.setattr(torch.distributed, "all_gather", late_gather)
     for step in run.epoch():
         taken.append(sorted(itertools.chain(*gather_values(world.comm, run.taken[-1]))))
@@ -184,7 +184,7 @@ def test_views_of_parameters_that_a_script_keeps_have_the_new_values(world, make
         return LateWork(lambda: gather(pieces, tensor, group))
 
     task, run = make_run("adamw")
-    monkeypatch.setattr("kaitian_mpi.distributed.owners_values.is_compiling", lambda: False)
+    monkeypatch.setattr("kaitian_mpi.distributed.value_gathers.is_compiling", lambda: False)
     monkeypatch.setattr(torch.distributed, "all_gather", late_gather)
     trained, views = [p for p in task.model.parameters() if p.requires_grad], {}
     for step in run.epoch():
@@ -213,7 +213,7 @@ class Unseen(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_values_that_are_used_unseen_do_not_come_late(world, make_run, monkeypatch):
     task, run = make_run("fused", model=Unseen())
-    monkeypatch.setattr("kaitian_mpi.distributed.owners_values.is_compiling", lambda: False)
+    monkeypatch.setattr("kaitian_mpi.distributed.value_gathers.is_compiling", lambda: False)
     run.loop.close()
     initial, taken = Unseen(is_seen=True), []
     run.make_loop()
@@ -359,7 +359,7 @@ def train(world, monkeypatch):
     """Return what trains a task in shards, and compares it with one process."""
 
     def train(task, micro_batch_size=2, between=lambda model, step: None, sharded=()):
-        monkeypatch.setattr("kaitian_mpi.distributed.owners_values.is_compiling", lambda: False)
+        monkeypatch.setattr("kaitian_mpi.distributed.value_gathers.is_compiling", lambda: False)
         initial, taken, step = copy.deepcopy(task.model), [], 0
         layout = loops.shard_layout(world, [3, 1, 2][: world.size], sharded)
         run = loops.Run(

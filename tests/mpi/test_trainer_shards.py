@@ -39,8 +39,8 @@ from kaitian_mpi.integrations.shard import (
 )
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
 from kaitian_mpi.integrations.shard.install import Installed
-from kaitian_mpi.integrations.shard.owner_reads import OwnerReads
 from kaitian_mpi.integrations.shard.placement import Placement
+from kaitian_mpi.integrations.shard.remote_reads import RemoteReads
 from kaitian_mpi.integrations.shard.script_calls import ScriptCall, ScriptCalls
 
 SHARES = 3.0, 1.0, 2.0, 1.0
@@ -1651,7 +1651,7 @@ def test_calls_are_compared_in_a_round_but_for_its_backward(world):
 def test_an_interrupted_read_delays_no_other(world):
     """As by Ctrl-C in a notebook; the owner's thread has begun to send a long reply."""
     rows = [(0, 2, torch.full((2, 1 << 18), 1.0 + world.rank))]
-    reads = OwnerReads(world.comm, lambda: rows)
+    reads = RemoteReads(world.comm, lambda: rows)
     if world.rank > 0:
         own_tags, reads._tags = reads._tags, itertools.repeat(1)
         with pytest.raises(RuntimeError, match="owns other rows"):

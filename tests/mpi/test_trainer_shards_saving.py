@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard import extend_ddp
-from kaitian_mpi.integrations.shard.owners_value import OwnersValue
+from kaitian_mpi.integrations.shard.lazy_value import LazyValue
 
 pytestmark = pytest.mark.thorough(2, 4)
 SHARES = 1.0, 3.0, 2.0, 1.0
@@ -177,7 +177,7 @@ def test_functions_of_torch_have_the_values(world, owners):
         assert torch.equal(value.to(torch.float32), expected.float())
         assert (value.numpy() == expected.numpy()).all()
         value = optimizer.state_dict()["state"][0]["exp_avg"]
-        assert isinstance(value, OwnersValue)
+        assert isinstance(value, LazyValue)
         assert value.is_contiguous()
         assert value.whole is None
         assert torch.equal(copy.copy(value), value.to(torch.float64))

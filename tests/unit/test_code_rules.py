@@ -135,7 +135,7 @@ def test_only_layouts_ask_which_layout_it_is():
 # packages' classes, and in `train` are a field of the summary and what a task may give a pipeline.
 LAYOUT_PLACES = ("train/layouts/", "config/", "cli/", "balance/", "integrations/shard/")
 NAMES_LAYOUTS = {
-    *("distributed/gathering.py", "distributed/owners_values.py", "distributed/shard_buckets.py"),
+    *("distributed/gathering.py", "distributed/value_gathers.py", "distributed/shard_buckets.py"),
     *("distributed/shard_reducer.py", "distributed/sharded_model.py"),
     *("integrations/adaptive_forwards.py", "integrations/convert_experts.py"),
     *("integrations/planned_batches.py", "integrations/planned_loaders.py"),

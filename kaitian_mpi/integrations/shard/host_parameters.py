@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.integrations.shard.owned_rows import Piece, put_rows
+from kaitian_mpi.integrations.shard.local_rows import Piece, put_rows
 from kaitian_mpi.integrations.shard.script_parameters import (
     ScriptParameter,
     ScriptParameters,

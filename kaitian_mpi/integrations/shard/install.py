@@ -4,8 +4,8 @@ Every trainer passes three places of torch. `DistributedDataParallel` gives each
 the ranks that own them, in place of all gradients to all (extend_ddp.py, model_passes.py). The
 optimizers step, and keep state for, this rank's rows only (extend_optimizers.py,
 owned_optimizer.py). Whoever reads the whole state alone is answered by the owners' threads
-(owner_reads.py), as these know what they own of models (owned_rows.py) and optimizers
-(owned_state.py).
+(remote_reads.py), as these know what they own of models (local_rows.py) and optimizers
+(local_optimizer_state.py).
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from kaitian_mpi.distributed.shard_buckets import rows_of_part
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.host_memory import HostMemory
 from kaitian_mpi.integrations.shard.host_parameters import HostParameters, is_large
-from kaitian_mpi.integrations.shard.owned_rows import Piece, copied_rows
-from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
+from kaitian_mpi.integrations.shard.local_rows import Piece, copied_rows
+from kaitian_mpi.integrations.shard.remote_reads import NOT_YET
 from kaitian_mpi.integrations.shard.script_parameters import is_sharded
 from kaitian_mpi.train.layouts.shard.row_states import Key
 from kaitian_mpi.train.state_transfer import broadcast_state, send_state

@@ -19,9 +19,9 @@ from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.distributed.pending_parameter import is_compiling
 from kaitian_mpi.distributed.sharded_model import IS_COMPILED
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard.local_rows import LocalRows
 from kaitian_mpi.integrations.shard.open_gathering import OpenGathering
 from kaitian_mpi.integrations.shard.open_reducer import OpenReducer
-from kaitian_mpi.integrations.shard.owned_rows import OwnedRows
 from kaitian_mpi.integrations.shard.remote_gradient import RemoteGradients
 from kaitian_mpi.integrations.shard.script_calls import ScriptCall, ScriptCalls
 from kaitian_mpi.integrations.shard.script_parameters import ScriptParameters
@@ -44,7 +44,7 @@ class ModelPasses:
         self,
         parameters: Sequence[nn.Parameter],
         numbers: Mapping[int, int],
-        rows: OwnedRows,
+        rows: LocalRows,
         world: World,
         calls: ScriptCalls,
         backward_done: Callable[[], None],

@@ -15,10 +15,10 @@ from kaitian_mpi.distributed.collectives.torch_releases import not_compiled
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.budget import Owners
 from kaitian_mpi.integrations.shard.early_state_dicts import EarlyStateDicts
+from kaitian_mpi.integrations.shard.local_rows import LocalRows
 from kaitian_mpi.integrations.shard.model_passes import ModelPasses
-from kaitian_mpi.integrations.shard.owned_rows import OwnedRows
-from kaitian_mpi.integrations.shard.owner_reads import OwnerReads
 from kaitian_mpi.integrations.shard.placement import GiveRows
+from kaitian_mpi.integrations.shard.remote_reads import RemoteReads
 from kaitian_mpi.integrations.shard.script_calls import ScriptCalls
 from kaitian_mpi.integrations.shard.script_parameters import ScriptParameters
 from kaitian_mpi.mpi.world import World
@@ -42,7 +42,7 @@ class OwnedModel:
         self,
         ddp: DistributedDataParallel,
         world: World,
-        reads: OwnerReads,
+        reads: RemoteReads,
         waits: WaitContext,
         calls: ScriptCalls,
         backward_done: Callable[[], None],
@@ -58,7 +58,7 @@ class OwnedModel:
             backward_done: called when all ranks have computed a backward.
         """
         self.parameters = list(ddp.module.parameters())
-        self.rows = OwnedRows(self.parameters, world.rank, reads, waits)
+        self.rows = LocalRows(self.parameters, world.rank, reads, waits)
         self.sharded: ScriptParameters | None = None
         self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
         self.passes = ModelPasses(

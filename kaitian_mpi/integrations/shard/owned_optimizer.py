@@ -13,11 +13,11 @@ import torch
 from torch.optim import Optimizer
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard.lazy_optimizer_state import LazyOptimizerState
+from kaitian_mpi.integrations.shard.local_optimizer_state import FindModel, LocalOptimizerState
+from kaitian_mpi.integrations.shard.optimizer_state_view import OptimizerStateView
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
-from kaitian_mpi.integrations.shard.owned_state import FindModel, OwnedState
-from kaitian_mpi.integrations.shard.owner_reads import OwnerReads
-from kaitian_mpi.integrations.shard.owners_state import OwnersState
-from kaitian_mpi.integrations.shard.shown_state import ShownState
+from kaitian_mpi.integrations.shard.remote_reads import RemoteReads
 from kaitian_mpi.integrations.shard.state_reader import StateReader
 from kaitian_mpi.train.layouts.divided_state import number_groups
 from kaitian_mpi.train.layouts.shard.row_states import count_rows, cut_state
@@ -73,8 +73,8 @@ class OwnedOptimizer:
             index: the index among the optimizers, the same on every rank.
             find_model: returns the model of a parameter; None if it is in no DDP.
         """
-        self.state = OwnedState(index, find_model)
-        self._shown = ShownState(self.state)
+        self.state = LocalOptimizerState(index, find_model)
+        self._shown = OptimizerStateView(self.state)
         # Each group's parameters of the model, to be put back, while the optimizer has rows.
         self._whole: list[list[torch.Tensor]] = []
         self._depth = 0  # of calls of `enter`, of which the outermost one gives the rows
@@ -186,7 +186,7 @@ class OwnedOptimizer:
         for end_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             end_hook(optimizer)
 
-    def state_dict(self, optimizer: Optimizer, original: Any, reads: OwnerReads) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer, original: Any, reads: RemoteReads) -> dict[str, Any]:
         """Return the whole `state_dict`, whose state is read from its owners when it is needed."""
         if not self.has_begun:
             content: dict[str, Any] = original(optimizer)
@@ -198,10 +198,12 @@ class OwnedOptimizer:
             finally:
                 optimizer.state = self._shown  # type: ignore[assignment]
             reader = StateReader(self.state, parameters_of(optimizer), reads)
-            content["state"] = OwnersState.collected_by(reader.collect)
+            content["state"] = LazyOptimizerState.collected_by(reader.collect)
         return content
 
-    def whole_state(self, optimizer: Optimizer, original: Any, reads: OwnerReads) -> dict[Any, Any]:
+    def whole_state(
+        self, optimizer: Optimizer, original: Any, reads: RemoteReads
+    ) -> dict[Any, Any]:
         """Return the whole state by parameter, read from its owners. Not collective."""
         state = self.state_dict(optimizer, original, reads)["state"]
         order = enumerate(parameters_of(optimizer))

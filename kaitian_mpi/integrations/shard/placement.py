@@ -21,7 +21,7 @@ from kaitian_mpi.integrations.shard.lent_parameters import (
     is_lent,
     move_from_meta,
 )
-from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
+from kaitian_mpi.integrations.shard.remote_reads import NOT_YET
 from kaitian_mpi.integrations.shard.script_parameters import is_sharded
 from kaitian_mpi.mpi.exchange import check_same, gather_values
 from kaitian_mpi.mpi.world import World

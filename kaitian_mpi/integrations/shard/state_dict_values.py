@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kaitian_mpi.integrations.shard.host_memory import HostMemory
-from kaitian_mpi.integrations.shard.owners_value import OwnersValue, ValueSource
+from kaitian_mpi.integrations.shard.lazy_value import LazyValue, ValueSource
 
 ReadInto = Callable[[int, torch.Tensor], None]
 """Reads a parameter's values from its owners into a tensor for them, on any device."""
@@ -41,7 +41,7 @@ class StateDictValues:
         self._read_version = read_version
         self._take_changes = take_changes
         self._sources: dict[int, ValueSource] = {}
-        self._made: dict[int, OwnersValue] | None = None  # while a state_dict is made
+        self._made: dict[int, LazyValue] | None = None  # while a state_dict is made
 
     @contextmanager
     def making(self) -> Iterator[None]:
@@ -60,7 +60,7 @@ class StateDictValues:
             return None
         number = self._numbers[parameter]  # type: ignore[index]
         if number not in self._made:
-            self._made[number] = OwnersValue.of(self._source_of(number))
+            self._made[number] = LazyValue.of(self._source_of(number))
         return self._made[number]
 
     def let_follow(self, number: int, tensor: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ class StateDictValues:
 
         Not collective.
         """
-        OwnersValue.become(tensor, self._source_of(number))
+        LazyValue.become(tensor, self._source_of(number))
 
     def _source_of(self, number: int) -> ValueSource:
         """Return where the values of a parameter are read from, the same for each `state_dict`."""

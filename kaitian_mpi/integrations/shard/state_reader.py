@@ -10,11 +10,15 @@ from typing import Any
 import torch
 
 from kaitian_mpi.integrations.shard.host_memory import HostMemory
+from kaitian_mpi.integrations.shard.lazy_value import LazyValue, ValueSource
+from kaitian_mpi.integrations.shard.local_optimizer_state import (
+    Form,
+    LocalOptimizerState,
+    StatePiece,
+)
+from kaitian_mpi.integrations.shard.local_rows import OPTIMIZER, in_order, put_rows
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
-from kaitian_mpi.integrations.shard.owned_rows import OPTIMIZER, in_order, put_rows
-from kaitian_mpi.integrations.shard.owned_state import Form, OwnedState, StatePiece
-from kaitian_mpi.integrations.shard.owner_reads import OwnerReads
-from kaitian_mpi.integrations.shard.owners_value import OwnersValue, ValueSource
+from kaitian_mpi.integrations.shard.remote_reads import RemoteReads
 from kaitian_mpi.train.layouts.shard.row_states import join_states
 
 
@@ -22,7 +26,7 @@ class StateReader:
     """Reads the whole state of an optimizer, as it is when this is made, from its owners."""
 
     def __init__(
-        self, owned: OwnedState, parameters: Sequence[torch.Tensor], reads: OwnerReads
+        self, owned: LocalOptimizerState, parameters: Sequence[torch.Tensor], reads: RemoteReads
     ) -> None:
         """Read nothing yet.
 
@@ -77,7 +81,7 @@ class StateReader:
                 _only_version,
                 memory.empty,
             )
-            joined[name] = OwnersValue.of(source)
+            joined[name] = LazyValue.of(source)
         return {name: joined[name] for name in names}
 
     def _read_large(self, model: OwnedModel, number: int, name: str, values: torch.Tensor) -> None:

@@ -13,14 +13,14 @@ from kaitian_mpi.devices.memory_limit import unlimited
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, emulated, find_owners
 from kaitian_mpi.integrations.shard.early_state_dicts import EarlyStateDicts
+from kaitian_mpi.integrations.shard.local_rows import FIRST, MODEL
+from kaitian_mpi.integrations.shard.optimizer_registry import OptimizerRegistry
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
 from kaitian_mpi.integrations.shard.owned_optimizer import check_steps_by_parameter
-from kaitian_mpi.integrations.shard.owned_optimizers import OwnedOptimizers
-from kaitian_mpi.integrations.shard.owned_rows import FIRST, MODEL
-from kaitian_mpi.integrations.shard.owner_reads import OwnerReads
 from kaitian_mpi.integrations.shard.placement import Placement
+from kaitian_mpi.integrations.shard.remote_reads import RemoteReads
 from kaitian_mpi.integrations.shard.script_calls import ScriptCall, ScriptCalls
-from kaitian_mpi.integrations.shard.served_owners import ServedOwners
+from kaitian_mpi.integrations.shard.served_registry import ServedRegistry
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
@@ -56,9 +56,9 @@ class TrainerShards:
         self._of_parameters: dict[
             int, tuple[weakref.ref[torch.Tensor], weakref.ref[OwnedModel]]
         ] = {}
-        self._served = ServedOwners()
-        self.optimizers = OwnedOptimizers(self.model_of, self._served)
-        self.reads = OwnerReads(world.comm, self._serve)
+        self._served = ServedRegistry()
+        self.optimizers = OptimizerRegistry(self.model_of, self._served)
+        self.reads = RemoteReads(world.comm, self._serve)
         self._calls = ScriptCalls(world.comm, waits)
         register_close(self._check_used)
 
@@ -209,7 +209,7 @@ class TrainerShards:
         return self.reads.read(0, FIRST, *numbers)
 
     def _serve(self, kind: int, index: int, *numbers: int) -> Any:
-        """Answer another rank: see the `serve` of Placement and ServedOwners."""
+        """Answer another rank: see the `serve` of Placement and ServedRegistry."""
         if kind == FIRST:
             return self.placement.serve(index, *numbers)
         return self._served.serve(kind, index, *numbers)

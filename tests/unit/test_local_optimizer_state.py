@@ -9,9 +9,9 @@ from torch import nn
 
 from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.shard.owned_state import OwnedState, StatePiece
-from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
-from kaitian_mpi.integrations.shard.shown_state import ShownState
+from kaitian_mpi.integrations.shard.local_optimizer_state import LocalOptimizerState, StatePiece
+from kaitian_mpi.integrations.shard.optimizer_state_view import OptimizerStateView
+from kaitian_mpi.integrations.shard.remote_reads import NOT_YET
 from kaitian_mpi.integrations.shard.state_reader import StateReader
 
 MODEL = 3
@@ -25,7 +25,7 @@ def owned_by(*, states):
     parts = [(Part(0, 1, 3, 0), ROWS)]
     rows = SimpleNamespace(index=MODEL, parts_of=lambda number: parts)
     model = SimpleNamespace(rows=rows, parameters=[WHOLE])
-    owned = OwnedState(0, lambda parameter: model if parameter is WHOLE else None)
+    owned = LocalOptimizerState(0, lambda parameter: model if parameter is WHOLE else None)
     owned.set_models([model])
     for state in states:
         with owned.lock:
@@ -90,7 +90,7 @@ def test_a_kept_state_dict_has_the_state_of_its_step_of_parameters_in_no_model_t
 
 def test_an_optimizer_shows_its_rows_and_no_state_of_a_whole_parameter():
     owned = owned_by(states=[moments(1.0)])
-    shown = ShownState(owned)
+    shown = OptimizerStateView(owned)
     assert list(shown) == [ROWS]
     with pytest.raises(UserError, match=r"use optimizer\.state_dict\(\)"):
         shown[WHOLE]
@@ -104,7 +104,7 @@ def test_an_optimizer_shows_its_rows_and_no_state_of_a_whole_parameter():
 
 def test_every_way_to_change_a_shown_state_reaches_the_optimizer():
     owned = owned_by(states=[moments(1.0)])
-    shown = ShownState(owned)
+    shown = OptimizerStateView(owned)
     shown.setdefault(OF_NO_MODEL, {})["ema"] = 1
     assert owned.current[OF_NO_MODEL] == {"ema": 1}
     assert shown.setdefault(OF_NO_MODEL, {}) == {"ema": 1}

@@ -7,17 +7,17 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.shard.owned_state import OwnedState
+from kaitian_mpi.integrations.shard.local_optimizer_state import LocalOptimizerState
 
 
-class ShownState(MutableMapping[Any, Any]):
+class OptimizerStateView(MutableMapping[Any, Any]):
     """What an optimizer shows as its `state` outside of `step`: that of this rank's rows.
 
     Iterating yields these rows, whose state may be changed. Looking up a whole parameter raises a
     UserError, as its state is spread over ranks. Not a dict: its own methods would reach nothing.
     """
 
-    def __init__(self, owned: OwnedState) -> None:
+    def __init__(self, owned: LocalOptimizerState) -> None:
         """Show the state of an optimizer's rows on this rank."""
         self._owned = owned
 

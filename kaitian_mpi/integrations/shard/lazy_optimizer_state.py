@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-class OwnersState(dict[int, Any]):
+class LazyOptimizerState(dict[int, Any]):
     """The state of each parameter, by its place in an optimizer's groups.
 
     All ranks may call `state_dict`, and only one that looks at it, or writes it, needs the memory.
@@ -23,7 +23,7 @@ class OwnersState(dict[int, Any]):
         self._lock = threading.RLock()
 
     @classmethod
-    def collected_by(cls, collect: Callable[[], Mapping[int, Any]]) -> OwnersState:
+    def collected_by(cls, collect: Callable[[], Mapping[int, Any]]) -> LazyOptimizerState:
         """Return a state that `collect` will read. Not collective."""
         state = cls()
         state._collect = collect
@@ -55,7 +55,7 @@ def _after_reading(method: Callable[..., Any]) -> Any:
     """Return a method of dict that first reads what is still with the owners."""
 
     @functools.wraps(method)
-    def read_and_call(state: OwnersState, *args: Any, **kwargs: Any) -> Any:
+    def read_and_call(state: LazyOptimizerState, *args: Any, **kwargs: Any) -> Any:
         state.read()
         return method(state, *args, **kwargs)
 
@@ -63,4 +63,4 @@ def _after_reading(method: Callable[..., Any]) -> Any:
 
 
 for _name in _METHODS:
-    setattr(OwnersState, _name, _after_reading(getattr(dict, _name)))
+    setattr(LazyOptimizerState, _name, _after_reading(getattr(dict, _name)))

@@ -5,9 +5,9 @@ import gc
 import pytest
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.shard.owned_rows import MODEL, OPTIMIZER
-from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
-from kaitian_mpi.integrations.shard.served_owners import ServedOwners
+from kaitian_mpi.integrations.shard.local_rows import MODEL, OPTIMIZER
+from kaitian_mpi.integrations.shard.remote_reads import NOT_YET
+from kaitian_mpi.integrations.shard.served_registry import ServedRegistry
 
 
 class Owned:
@@ -23,7 +23,7 @@ class Script:
 
 
 def test_what_a_rank_owns_is_served_by_its_kind_and_index():
-    served = ServedOwners()
+    served = ServedRegistry()
     first, second, optimizer = Script(), Script(), Script()
     served.add(MODEL, Owned("first"), of=first)
     served.add(OPTIMIZER, Owned("optimizer"), of=optimizer)
@@ -36,7 +36,7 @@ def test_what_a_rank_owns_is_served_by_its_kind_and_index():
 
 
 def test_what_the_script_has_deleted_is_served_until_it_is_freed_and_keeps_its_index():
-    served = ServedOwners()
+    served = ServedRegistry()
     model, other = Script(), Script()
     served.add(MODEL, Owned("model"), of=model)
     served.add(MODEL, Owned("other"), of=other)

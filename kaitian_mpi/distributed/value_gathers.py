@@ -47,7 +47,7 @@ class _Gather(NamedTuple):
 
 
 @not_compiled
-class OwnersValues:
+class ValueGathers:
     """Gives every rank the values that owners have stepped, if possible during the next forward.
 
     Attributes:

@@ -6,26 +6,29 @@ import weakref
 from typing import Any
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.shard.owned_rows import MODEL, OPTIMIZER, OwnedRows
-from kaitian_mpi.integrations.shard.owned_state import OwnedState
-from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
+from kaitian_mpi.integrations.shard.local_optimizer_state import LocalOptimizerState
+from kaitian_mpi.integrations.shard.local_rows import MODEL, OPTIMIZER, LocalRows
+from kaitian_mpi.integrations.shard.remote_reads import NOT_YET
 
 
-class ServedOwners:
+class ServedRegistry:
     """Maps a kind and an index to the rows, or the state, that other ranks may read.
 
     An index is given in the order in which models, or optimizers, become owned: that of all ranks.
     """
 
     def __init__(self) -> None:
-        self._served: dict[int, list[OwnedRows | OwnedState | None]] = {MODEL: [], OPTIMIZER: []}
+        self._served: dict[int, list[LocalRows | LocalOptimizerState | None]] = {
+            MODEL: [],
+            OPTIMIZER: [],
+        }
         self._deleted: list[tuple[int, int]] = []  # by this rank's script, of these
 
     def next_index(self, kind: int) -> int:
         """Return the index of what is added next."""
         return len(self._served[kind])
 
-    def add(self, kind: int, owned: OwnedRows | OwnedState, of: object) -> None:
+    def add(self, kind: int, owned: LocalRows | LocalOptimizerState, of: object) -> None:
         """Serve what this rank owns of a model or an optimizer, until the script deletes `of`."""
         index = self.next_index(kind)
         self._served[kind].append(owned)
@@ -43,7 +46,7 @@ class ServedOwners:
         return were_any
 
     def serve(self, kind: int, index: int, *numbers: int) -> Any:
-        """Return what the `serve` of OwnedRows or OwnedState returns; `NOT_YET` without an owner.
+        """Return what `serve` of the rows or the state returns; `NOT_YET` without an owner.
 
         Raises:
             UserError: this rank's script has deleted it, or is ahead.

@@ -53,7 +53,7 @@ class ValueSource:
         return values
 
 
-class OwnersValue(torch.Tensor):
+class LazyValue(torch.Tensor):
     """A tensor's values, in host memory, which are read from their owners when they are needed.
 
     All ranks may make a `state_dict`, and only the one that writes it needs the memory: to
@@ -67,17 +67,17 @@ class OwnersValue(torch.Tensor):
     whole_version: Any
 
     @staticmethod
-    def of(source: ValueSource) -> OwnersValue:
+    def of(source: ValueSource) -> LazyValue:
         """Return what stands for the values of a source. Not collective."""
-        return OwnersValue.become(torch.empty(0, dtype=source.like.dtype), source)
+        return LazyValue.become(torch.empty(0, dtype=source.like.dtype), source)
 
     @staticmethod
-    def become(tensor: torch.Tensor, source: ValueSource) -> OwnersValue:
+    def become(tensor: torch.Tensor, source: ValueSource) -> LazyValue:
         """Let a tensor that the script has stand for the values of a source, and return it."""
         with torch._C.DisableTorchFunctionSubclass():
             tensor.data = torch.zeros((), dtype=source.like.dtype).expand(source.like.shape)
-            tensor.__class__ = OwnersValue
-        assert isinstance(tensor, OwnersValue)
+            tensor.__class__ = LazyValue
+        assert isinstance(tensor, LazyValue)
         tensor.source = source
         tensor.whole = tensor.whole_version = None
         return tensor
@@ -96,7 +96,7 @@ class OwnersValue(torch.Tensor):
         name = getattr(func, "__name__", "")
         if needs_no_values(func):
             if name in _OF_MEMORY:
-                args = [a.source.like if isinstance(a, OwnersValue) else a for a in args]
+                args = [a.source.like if isinstance(a, LazyValue) else a for a in args]
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         used: list[torch.Tensor] = []
@@ -127,7 +127,7 @@ class OwnersValue(torch.Tensor):
 
 def _with_values(value: Any, used: list[torch.Tensor]) -> Any:
     """Return arguments with values, which are added to `used`."""
-    if isinstance(value, OwnersValue):
+    if isinstance(value, LazyValue):
         used.append(value.values())
         return used[-1]
     if isinstance(value, list | tuple):

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard.local_rows import Piece, copied_rows
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
-from kaitian_mpi.integrations.shard.owned_rows import Piece, copied_rows
-from kaitian_mpi.integrations.shard.owner_reads import NOT_YET
+from kaitian_mpi.integrations.shard.remote_reads import NOT_YET
 from kaitian_mpi.train.state_transfer import copy_state
 
 _SMALL_FRACTION = 0.25
@@ -42,7 +42,7 @@ class StatePiece(NamedTuple):
     large: dict[str, Form]
 
 
-class OwnedState:
+class LocalOptimizerState:
     """The state of this rank's rows in an optimizer.
 
     Other ranks may read it at any time, each as it is after the step that it has done itself.

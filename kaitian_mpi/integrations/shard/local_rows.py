@@ -12,7 +12,7 @@ from torch import nn
 from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.distributed.shard_buckets import rows_of_part
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.shard.owner_reads import NOT_YET, OwnerReads
+from kaitian_mpi.integrations.shard.remote_reads import NOT_YET, RemoteReads
 from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.shard.row_states import Key, count_rows
 
@@ -22,7 +22,7 @@ MODEL, OPTIMIZER, FIRST = 0, 1, 2
 """What is read from an owner; FIRST is what rank 0 has of a model before it has owners."""
 
 
-class OwnedRows:
+class LocalRows:
     """What an optimizer steps on this rank: the rows of parameters that it owns.
 
     Rows of a parameter that is whole on each rank are views of it; rows of a sharded one have the
@@ -41,7 +41,7 @@ class OwnedRows:
         self,
         parameters: Sequence[nn.Parameter],
         rank: int,
-        reads: OwnerReads,
+        reads: RemoteReads,
         waits: WaitContext,
     ) -> None:
         """Own nothing yet.

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
+from kaitian_mpi.integrations.shard.local_optimizer_state import FindModel
+from kaitian_mpi.integrations.shard.local_rows import OPTIMIZER
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
 from kaitian_mpi.integrations.shard.owned_optimizer import (
     OwnedOptimizer,
@@ -15,15 +17,13 @@ from kaitian_mpi.integrations.shard.owned_optimizer import (
     check_steps_by_parameter,
     parameters_of,
 )
-from kaitian_mpi.integrations.shard.owned_rows import OPTIMIZER
-from kaitian_mpi.integrations.shard.owned_state import FindModel
-from kaitian_mpi.integrations.shard.served_owners import ServedOwners
+from kaitian_mpi.integrations.shard.served_registry import ServedRegistry
 
 
-class OwnedOptimizers:
+class OptimizerRegistry:
     """Finds this rank's side of each optimizer that the script has created."""
 
-    def __init__(self, find_model: FindModel, served: ServedOwners) -> None:
+    def __init__(self, find_model: FindModel, served: ServedRegistry) -> None:
         """Have none yet.
 
         Args:

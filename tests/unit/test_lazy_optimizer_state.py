@@ -8,7 +8,7 @@ from collections import OrderedDict
 import pytest
 
 from kaitian_mpi.errors import CollectiveError
-from kaitian_mpi.integrations.shard.owners_state import OwnersState
+from kaitian_mpi.integrations.shard.lazy_optimizer_state import LazyOptimizerState
 
 WHOLE = {0: {"step": 3}, 1: {"step": 4}}
 
@@ -24,7 +24,7 @@ class Owners:
         return dict(WHOLE)
 
     def state(self):
-        return OwnersState.collected_by(self.collect)
+        return LazyOptimizerState.collected_by(self.collect)
 
 
 LOOKS = {
@@ -88,7 +88,7 @@ def test_a_state_that_could_not_be_read_is_read_again():
             raise result
         return result
 
-    state = OwnersState.collected_by(collect)
+    state = LazyOptimizerState.collected_by(collect)
     with pytest.raises(CollectiveError):
         len(state)
     assert state == WHOLE
@@ -104,7 +104,7 @@ def test_a_second_thread_waits_for_the_first_ones_read():
         assert may_end.wait(60)
         return dict(WHOLE)
 
-    state = OwnersState.collected_by(collect)
+    state = LazyOptimizerState.collected_by(collect)
     sizes = []
     threads = [threading.Thread(target=lambda: sizes.append(len(state))) for _ in range(2)]
     threads[0].start()

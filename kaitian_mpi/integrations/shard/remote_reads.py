@@ -57,7 +57,7 @@ class _Request(NamedTuple):
     """When it arrived, by `time.monotonic`."""
 
 
-class OwnerReads:
+class RemoteReads:
     """Reads from other ranks, and answers their reads in a thread."""
 
     def __init__(self, comm: MPI.Intracomm, serve: Serve) -> None:
