@@ -163,8 +163,14 @@ class OwnedOptimizer:
         Not collective.
         """
         self.state.set_models(models)
-        if self.has_begun and not self.is_inside and optimizer.state is not self._shown:
+        given = optimizer.state
+        if not self.has_begun or self.is_inside or given is self._shown:
+            return
+        with self.state.lock:
             self._keep(optimizer, _by_place(optimizer))
+            rows = self._own(parameters_of(optimizer))
+            # The script may have made it of what is shown, which is the state of rows.
+            self.state.current.update({row: given[row] for row in rows if row in given})
 
     def load(self, optimizer: Optimizer, state: Mapping[str, Any], original: Any) -> None:
         """Load a whole `state_dict`, of which this rank keeps its rows. Not collective.
