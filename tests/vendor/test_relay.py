@@ -190,6 +190,24 @@ def test_memory_is_bounded_and_the_sum_right(world, device_of, algorithm):
     world.communication.relay_memory_mb = before
 
 
+@mostly_in_several_kinds
+def test_memory_is_bounded_in_rounds_too(world, device_of, monkeypatch):
+    """By the least that any rank allows, as their rounds are alike."""
+    monkeypatch.setattr(world.communication, "relay_memory_mb", 1 + world.rank)
+    monkeypatch.setattr(staging, "MAX_PINNED_BYTES", 5000)
+    group = dist.new_group()
+    content = torch.arange(1 << 20).view(world.size, -1)
+    received = device_of(torch.zeros_like(content))
+    dist.all_to_all_single(received, device_of(content), group=group)
+    assert torch.equal(values(received), content[world.rank].expand_as(content))
+    gathered = device_of(torch.zeros_like(content))
+    dist.all_gather_single(gathered, device_of(content[world.rank]), group)
+    assert torch.equal(values(gathered), content)
+    for _, slots in [] if group.uses_library else group.relay._paths.values():
+        assert slots.provide(0, 0) * slots.take().memory.nbytes <= 1 << 20
+    dist.destroy_process_group(group)
+
+
 @pytest.mark.sizes(2, 3)
 def test_gradients_alone_cross_as_bf16(world, device_of, algorithm):
     world.communication.relay_dtype = "bf16"

@@ -71,7 +71,8 @@ def exchange_in_rounds(
             _by_rank(comm.size, arriving, arriving_parts),
         )
 
-    relay.exchange_in_rounds(_cut_into_rounds(comm.size, leaving, arriving), exchange)
+    step = _cut_bytes(relay, comm, 2 * comm.size)
+    relay.exchange_in_rounds(_cut_into_rounds(step, leaving, arriving), exchange)
     for target, piece in zip(targets, received, strict=True):
         if target is not None and piece is not None:
             from_host(target, piece)
@@ -115,11 +116,15 @@ def _bytes_by_peer(rank: int, pieces: pairwise.Pieces) -> dict[int, torch.Tensor
     }
 
 
+def _cut_bytes(relay: Relay, comm: MPI.Comm, pieces: int) -> int:
+    """Return the length of each of a round's pieces, the same on every rank. Collective."""
+    return max(_LEAST_CUT_BYTES, min(_ROUND_BYTES, relay.longest_chunk(comm)) // pieces)
+
+
 def _cut_into_rounds(
-    size: int, leaving: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor]
+    step: int, leaving: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor]
 ) -> list[tuple[Tensors, Tensors]]:
     """Return the parts of each round, which are empty where a rank's piece has ended."""
-    step = max(_LEAST_CUT_BYTES, _ROUND_BYTES // (2 * size))
     longest = max((piece.numel() for piece in (*leaving.values(), *arriving.values())), default=0)
     rounds: list[tuple[Tensors, Tensors]] = []
     for start in range(0, longest, step):
@@ -182,7 +187,7 @@ def all_gather_in_rounds(
     source = copy(tensor).view(-1)
     dense = [copy(piece) for piece in others]
     flat = [piece.view(-1) for piece in dense]
-    step = max(_LEAST_CUT_BYTES, _ROUND_BYTES // comm.size) // tensor.element_size()
+    step = _cut_bytes(relay, comm, comm.size) // tensor.element_size()
     rounds = [
         ([source[start : start + step]], [piece[start : start + step] for piece in flat])
         for start in range(0, max(piece.numel() for piece in pieces), step)

@@ -318,6 +318,10 @@ class Relay:
         size = tensor.element_size()
         return tensor.split([length // size for length in self._pace(comm).lengths(tensor.nbytes)])
 
+    def longest_chunk(self, comm: MPI.Comm) -> int:
+        """Return the bytes of a chunk that fits every rank. Collective over `comm` at first."""
+        return self._pace(comm).limit_bytes
+
     def _pace(self, comm: MPI.Comm) -> ChunkLengths:
         key = comm.py2f(), self.settings.relay_memory_mb
         if key not in self._paces:
