@@ -60,7 +60,8 @@ def receive_if_arrived(
 class Message(Queued):
     """The work of a pending message; done when its tensor may be used again.
 
-    Its timeout starts with the first wait, as with gloo: a receive may be posted long before.
+    Its timeout starts with the first wait, as with gloo: a receive may be posted long before. It
+    also starts when its future is taken, as a wait for that, or for what follows, is not seen.
     """
 
     fault = ""
@@ -77,7 +78,7 @@ class Message(Queued):
         self._tensor = tensor
         self._source = -1
         self.awaited_since = float("inf")
-        """When the first wait for it started, by `time.perf_counter`."""
+        """When it was first waited for, or its future taken, by `time.perf_counter`."""
         self.peer_left = False
         self.moved = 0
         """The number of its pieces that MPI is done with."""
