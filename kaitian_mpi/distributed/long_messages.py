@@ -173,7 +173,9 @@ class LongMessage(Message):
             for request, *_ in self._at_mpi:
                 request.Cancel()
             keep_alive(*self.in_use())
-            self.fault = "only a part of it has come"
+            self.fault = (
+                "only a part of the tensor had arrived when it timed out, or the group ended"
+            )
 
     def in_use(self) -> list[object]:
         at_mpi = [(request, host) for request, host, *_ in self._at_mpi]

@@ -169,12 +169,8 @@ class MessageThread:
         """
         for message in waiting:
             if now - message.awaited_since > self._timeout_sec:
-                operation = "recv" if message.is_receive else "send"
-                awaited = message.describe(self._size)
-                text = (
-                    f"timed out after {self._timeout_sec:g} s in {operation}: waiting for {awaited}"
-                )
-                self._fail(message, text)
+                timed_out = f"timed out after {self._timeout_sec:g} s in {message.name}"
+                self._fail(message, f"{timed_out}: waiting for {message.describe(self._size)}")
                 return
         overdue = [
             message for message in waiting if now - message.awaited_since > _LEFT_INTERVAL_SEC
@@ -202,8 +198,7 @@ class MessageThread:
             has_left = have_all_left if message.peer == ANY_SOURCE else message.peer in left
             # Only at the second check: what the rank sent before leaving has arrived by then.
             if has_left and message.peer_left:
-                awaited = message.describe(self._size)
-                self._fail(message, f"waiting for {awaited}, which has ended the group")
+                self._fail(message, message.describe_abandoned(self._size))
                 return
             message.set_peer_left(has_left)
 

@@ -71,7 +71,7 @@ class Message(Queued):
 
     def __init__(self, tensor: torch.Tensor, peer: int, tag: int, *, is_receive: bool) -> None:
         # A message is sent from a copy, so that its end is no matter of the device's streams.
-        super().__init__([tensor] if is_receive else [])
+        super().__init__("recv" if is_receive else "send", [tensor] if is_receive else [])
         self.peer = peer
         self.tag = tag
         self.is_receive = is_receive
@@ -129,6 +129,16 @@ class Message(Queued):
     def describe(self, size: int) -> str:
         who = "any rank" if self.peer == ANY_SOURCE else format_ranks([self.peer], size)
         return f"a message from {who}" if self.is_receive else f"{who} to receive"
+
+    def describe_abandoned(self, size: int) -> str:
+        """Return that the ranks which it waits for have ended the group."""
+        if self.peer == ANY_SOURCE:
+            return "recv: all other ranks have ended the group, so no message will come"
+        action = "sending" if self.is_receive else "receiving"
+        return (
+            f"{self.name}: {format_ranks([self.peer], size)} ended the group without {action} the "
+            "message; check that sends and receives match"
+        )
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # also called by `synchronize`
         self._start_timeout()

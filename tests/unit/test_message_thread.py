@@ -24,7 +24,6 @@ class FakeMessage(Message):
 
     def __init__(self, name, peer=1, tag=0, *, is_receive=True, may_start=True, error=None):
         super().__init__(torch.zeros(1), peer, tag, is_receive=is_receive)
-        self.name = name
         self.may_start = may_start
         self.error = error
         self.started_with = None
@@ -135,14 +134,23 @@ def test_a_timeout_begins_with_the_wait_and_fails_the_group(make_group):
     assert [str(error) for error in group.failures] == [told]
 
 
-def test_a_message_of_a_rank_that_has_left_fails_at_the_second_look(make_group, monkeypatch):
+@pytest.mark.parametrize(
+    ("peer", "left", "is_receive", "told"),
+    [
+        (2, {2}, True, "recv: rank 2 of 3 ended the group without sending the message; check"),
+        (2, {2}, False, "send: rank 2 of 3 ended the group without receiving the message; check"),
+        (ANY_SOURCE, {1, 2}, True, "recv: all other ranks have ended the group, so no message"),
+    ],
+)
+def test_a_message_of_a_rank_that_has_left_fails_at_the_second_look(
+    make_group, monkeypatch, peer, left, is_receive, told
+):
     monkeypatch.setattr(message_thread, "_LEFT_INTERVAL_SEC", 0.05)
     group = make_group()
-    group.ranks.left = {2}
-    other = group.follow("other", 1)
-    message = group.follow("left", 2)
-    told = "waiting for a message from rank 2 of 3, which has ended the group"
-    assert group.error_of(message) == told
+    group.ranks.left = left
+    other = group.follow("other", 0)
+    message = group.follow("left", peer, is_receive=is_receive)
+    assert group.error_of(message).startswith(told)
     assert message.peer_left
     assert not other.is_completed()
 

@@ -81,7 +81,7 @@ def check_pieces(
         if equal and piece.numel() != tensor.numel():
             raise UnsupportedError(
                 f"{name}: the tensor for rank {rank} has {piece.numel()} elements instead of "
-                f"{tensor.numel()}"
+                f"{tensor.numel()}; pass tensors of one size"
             )
 
 

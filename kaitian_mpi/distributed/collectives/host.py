@@ -47,9 +47,10 @@ EXACT = Precision()
 class HostOperations:
     """The collectives of one communicator, in host memory. Every method is collective.
 
-    Each sleeps while it waits for other ranks. Contiguous host tensors are used in place, others
-    are copied whole; see `RelayedOperations` for long ones. Pieces are lists of tensors by rank,
-    whose sizes may differ between ranks as long as sender and receiver agree.
+    Each sleeps until all ranks have arrived; blocking calls that may follow spin. Contiguous host
+    tensors are used in place, others are copied whole; see `RelayedOperations` for long ones.
+    Pieces are lists of tensors by rank, whose sizes may differ between ranks as long as sender and
+    receiver agree.
     """
 
     algorithm = "flat"

@@ -25,7 +25,7 @@ Tensors = Sequence["torch.Tensor | None"]
 
 
 class Sizes:
-    """Compares the ranks' sizes, in place of a barrier, than which it takes no longer.
+    """Compares the ranks' sizes; this also serves as the barrier, and takes no longer than one.
 
     Every method is collective, and raises on every rank.
     """

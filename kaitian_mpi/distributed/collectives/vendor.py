@@ -99,7 +99,7 @@ class VendorLibrary:
             outputs = _changed(collective.outputs, usable)
             inputs = _changed(collective.inputs, usable)
             if self.size == 1:
-                works = [_copy_alone(outputs, inputs, collective.op)]
+                works = [_copy_alone(collective.name, outputs, inputs, collective.op)]
             else:
                 assert collective.on_library is not None
                 works = collective.on_library(backend, outputs, inputs)
@@ -152,7 +152,7 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     )
 
 
-def _copy_alone(outputs: Any, inputs: Any, op: Any) -> Work:
+def _copy_alone(name: str, outputs: Any, inputs: Any, op: Any) -> Work:
     """Carry out a collective of one rank: copy what it reads to what it writes."""
     outputs, inputs = staging.tensors_in(outputs), staging.tensors_in(inputs)
     if op == dist.ReduceOp.PREMUL_SUM:
@@ -163,7 +163,7 @@ def _copy_alone(outputs: Any, inputs: Any, op: Any) -> Work:
             for output, tensor in zip(outputs, inputs, strict=True):
                 output.detach().view(-1).copy_(tensor.detach().view(-1))
     # The device may not have copied yet, and the caller may wait on another stream than this.
-    work = Queued(outputs)
+    work = Queued(name, outputs)
     work.finish()
     return work
 

@@ -179,11 +179,18 @@ class Queued(Work):
     __slots__ = (
         *("_ends", "_error", "_future", "_has_future_reader", "_result"),
         "is_error_seen",
+        "name",
     )
 
-    def __init__(self, result: list[torch.Tensor], queue: CallbackQueue | None = None) -> None:
-        """Create a work that is not done; `queue` orders the callbacks of its future."""
+    def __init__(
+        self, name: str, result: list[torch.Tensor], queue: CallbackQueue | None = None
+    ) -> None:
+        """Create a work that is not done; `queue` orders the callbacks of its future.
+
+        `name` is the operation's.
+        """
         super().__init__()
+        self.name = name
         self._result = result
         self._future = OrderedFuture(queue, result)
         self._error: Exception | None = None
@@ -218,7 +225,10 @@ class Queued(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is done, but for work of the device: the current stream waits for that."""
         if timeout and not wait_until(self._future.done, limit := timeout.total_seconds()):
-            raise CollectiveError(f"Timed out after {limit:g} s, waiting for a collective")
+            raise CollectiveError(
+                f"Timed out after {limit:g} s in wait(): {self.name} goes on, and may be waited "
+                "for again"
+            )
         self.is_error_seen = True
         if recorder.current is None:
             self._future.wait()

@@ -157,7 +157,7 @@ class Worker:
         return self._in_callback and self._is_own_thread()
 
     def _enqueue(self, name: str, call: Call, result: list[torch.Tensor], tensors: Any) -> Queued:
-        work = Queued(result, self)
+        work = Queued(name, result, self)
         if sum(tensor.numel() for tensor in result) <= 1:
             self._kept.append(work)
 
