@@ -15,6 +15,8 @@ from typing import IO, Any
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.preflight.verdict import size_text
 
+_TAIL_BYTES = 1 << 20
+
 
 @contextlib.contextmanager
 def replacing(path: Path, *, sync: bool = False, shared: bool = False) -> Iterator[IO[bytes]]:
@@ -78,6 +80,20 @@ def describe_failure(error: OSError, folder: Path, needed: int) -> str:
     except OSError:
         return reason
     return f"{reason} ({size_text(needed)} needed, {size_text(free)} free)"
+
+
+def read_last_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects in the last lines of a file, oldest first, without the damaged ones.
+
+    Those are the lines in its last MiB; none if the file is missing or unreadable.
+    """
+    lines = []
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        for text in file.read().split(b"\n")[:-1]:  # the last line may not be whole yet
+            with contextlib.suppress(ValueError, RecursionError):
+                lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def read_json(path: Path) -> dict[str, Any]:

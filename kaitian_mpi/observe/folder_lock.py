@@ -122,6 +122,11 @@ def saving_in(folder: Path) -> Iterator[None]:
         lock.close()
 
 
+def is_saving_in(folder: Path) -> bool:
+    """Return whether another process saves in a folder, which need not exist."""
+    return _is_locked(folder / _SAVING)
+
+
 def wait_for_save(folder: Path) -> None:
     """Wait, without a time limit, until no other process saves in a folder; log its name.
 

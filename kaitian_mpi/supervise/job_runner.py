@@ -17,7 +17,8 @@ import psutil
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe import folders
-from kaitian_mpi.observe.folder_lock import wait_for_save
+from kaitian_mpi.observe.files import read_last_lines
+from kaitian_mpi.observe.folder_lock import is_saving_in, wait_for_save
 from kaitian_mpi.preflight.verdict import list_names
 from kaitian_mpi.runtime.launcher import SUPERVISED, SUPERVISED_FOLDER
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, NOTICE_DEAD_HOSTS
@@ -34,7 +35,10 @@ _HANDLED = (*_STOPS, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SEC = 0.1
 _CHECK_SEC = 0.5
 _GRACE_SEC = 2.0
-_SAVE_SEC = 20.0
+# A request is seen after a step and agreed on after the next one. Then parts are collected.
+_SAVE_SEC = 60.0
+_SAVE_STEPS = 4
+_END_SEC = 20.0  # from the end of a checkpoint to that of mpirun
 _MAX_HANG_SEC = 60.0
 _RANK_VARIABLES = frozenset(library.rank_variables[0] for library in LIBRARIES)
 
@@ -65,7 +69,7 @@ class JobRunner:
         self._shell = shell
         self._hang_sec = hang_sec
         self._child: subprocess.Popen[bytes] | None = None
-        self._reported_remote = False
+        self._reported_remote = self._reported_saving = False
         self._missed = 0  # a stop signal received while there was no child
         self._is_asked = False  # whether SIGUSR2 has asked the job to save and end
         self._stop_at = float("inf")  # when the stop signal is forwarded
@@ -137,9 +141,7 @@ class JobRunner:
                 return child.wait(_CHECK_SEC)
             watch()
             if time.monotonic() >= self._stop_at:
-                self._stop_at = float("inf")
-                self.report("the job has not ended by itself: terminating it")
-                child.send_signal(self.stopped)
+                self._stop_at = self._terminate_unless_saving(child)
             if has_local_ranks(child.pid):
                 alive_at = time.monotonic()
             elif limit_sec and alive_at and time.monotonic() - alive_at > limit_sec:
@@ -147,6 +149,17 @@ class JobRunner:
                     return self._end_hanging(child)
                 alive_at = time.monotonic()
                 limit_sec = min(2 * limit_sec, _MAX_HANG_SEC)
+
+    def _terminate_unless_saving(self, child: subprocess.Popen[bytes]) -> float:
+        """Forward the stop signal if no checkpoint is being written; return when to try again."""
+        if is_saving_in(self.job.folder / "checkpoints"):
+            if not self._reported_saving:
+                self._reported_saving = True
+                self.report("the job is writing a checkpoint; a second signal ends it at once")
+            return time.monotonic() + _END_SEC
+        self.report("the job has not saved in time; terminating it (the last checkpoint is kept)")
+        child.send_signal(self.stopped)
+        return float("inf")
 
     def _continues_elsewhere(self) -> bool:
         """Return whether ranks on other hosts continue without those on this machine.
@@ -216,8 +229,12 @@ class JobRunner:
         if child is None:
             self._missed = self.stopped
         elif is_first and number in _STOPS and self._has_divided_state():
-            self._stop_at = time.monotonic() + _SAVE_SEC
-            self.report("asking the job to save and end; a second signal ends it at once")
+            limit_sec = _SAVE_SEC + _SAVE_STEPS * self._step_sec()
+            self._stop_at = time.monotonic() + limit_sec
+            self.report(
+                f"asking the job to save and end, within {limit_sec:.0f} s or once it has written "
+                "a checkpoint; a second signal ends it at once"
+            )
             self.request_restart()
         else:
             self._stop(child, number)
@@ -235,6 +252,12 @@ class JobRunner:
                 self.report("asking the job to save and end")
         if not (can_ask and self._is_asked):
             child.send_signal(number)
+
+    def _step_sec(self) -> float:
+        """Return how long the job's last measured steps took; 0 if that is unknown."""
+        lines = read_last_lines(self.job.folder / "metrics.jsonl")
+        times = [line["step_time_sec"] for line in lines if line.get("step_time_sec")]
+        return times[-1] if times else 0.0
 
     def _has_divided_state(self) -> bool:
         """Return whether it may be that only all ranks together can save the steps done so far."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from kaitian_mpi.errors import StorageError, UserError
-from kaitian_mpi.observe.files import read_json
+from kaitian_mpi.observe.files import read_json, read_last_lines
 from kaitian_mpi.preflight.verdict import count_text, list_names
 from kaitian_mpi.supervise.hosts_file import HostChanges
 from kaitian_mpi.supervise.job_runner import JobRunner
@@ -24,7 +22,6 @@ _QUICK_SEC = 5.0
 _MAX_QUICK = 2
 _PAUSE_SEC = 5.0
 _CHECK_SEC = 1.0
-_MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -64,18 +61,14 @@ def read_state(folder: Path) -> RunState:
     confirmed_at = 0
     with suppress(OSError):
         confirmed_at = (folder / NAME).stat().st_mtime_ns
-    last_step, measured_at = _read_last_line(folder / "metrics.jsonl")
-    return RunState(summary.finished, summary.steps or 0, last_step, measured_at, confirmed_at)
-
-
-def _read_last_line(path: Path) -> tuple[int, float]:
-    """Return the step and the time in a file's last whole line; 0 for what is missing."""
-    with suppress(OSError, ValueError, LookupError, TypeError), path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _MAX_LINE_BYTES))
-        line = json.loads(file.read().split(b"\n")[-2])
-        return int(line["step"]), float(line.get("time", 0.0))
-    return 0, 0.0
+    last = (read_last_lines(folder / "metrics.jsonl") or [{}])[-1]
+    return RunState(
+        finished=summary.finished,
+        steps=summary.steps or 0,
+        last_step=last.get("step") or 0,
+        measured_at=last.get("time") or 0.0,
+        confirmed_at=confirmed_at,
+    )
 
 
 def supervise(

@@ -173,16 +173,21 @@ def test_after_a_stop_signal_it_waits_for_the_save_and_removes_snapshots(place):
     assert not list(Path("/dev/shm").glob(f"kaitian-{snapshots}-*"))
 
 
+# Its last step took 2.5 s.
+METRICS = '{"step": 1, "step_time_sec": 9}\n{"step": 2, "step_time_sec": 2.5}\n{"step": 2}\n'
+
+
 @pytest.mark.parametrize("end", ["by itself", "in time", "at once"])
 def test_ranks_that_have_parts_may_save_before_mpirun_gets_a_stop_signal(place, end):
-    """Until 20 s are over, here 1 s, or a second signal comes."""
+    """Until 60 s and 4 steps are over, here 1 s in all, or a second signal comes."""
     asked = "[ -e run/restart-request ] && exit 0; " if end == "by itself" else ""
-    script = f"""echo > run/metrics.jsonl
+    script = f"""cat metrics > run/metrics.jsonl
     trap 'echo got >> got; exit 7' TERM; {WAIT.replace("; do ", f"; do {asked}")}"""
     write_script(place / "mpirun", MPIRUN + script)
+    (place / "metrics").write_text(METRICS)
     program = f"""
 import kaitian_mpi.cli.supervise, kaitian_mpi.supervise.job_runner as job_runner
-job_runner._SAVE_SEC = {1 if end == "in time" else 600}
+job_runner._SAVE_SEC = {-9 if end == "in time" else 600}
 kaitian_mpi.cli.supervise.main()
 """
     words = "./mpirun -np 2 kaitian-train --layout shard --run-dir=run".split()
@@ -191,14 +196,48 @@ kaitian_mpi.cli.supervise.main()
         wait_for(place / "ready")
         supervisor.terminate()
         line = next(line for line in supervisor.stderr if "asking" in line)
-        assert "asking the job to save and end; a second signal ends it at once" in line
         if end == "at once":
             supervisor.terminate()
         _, err = supervisor.communicate(timeout=LONGEST_SEC)
+    seconds = 1 if end == "in time" else 610
+    assert line == (
+        f"kaitian-supervise: asking the job to save and end, within {seconds} s or once it has "
+        "written a checkpoint; a second signal ends it at once\n"
+    )
     assert supervisor.returncode == 128 + signal.SIGTERM
     assert (place / "got").exists() is (end != "by itself")
-    assert ("the job has not ended by itself: terminating it" in err) is (end == "in time")
+    told = "the job has not saved in time; terminating it (the last checkpoint is kept)"
+    assert (told in err) is (end == "in time")
     assert not (place / "run/restart-request").exists()
+
+
+def test_mpirun_gets_no_stop_signal_while_a_checkpoint_is_written(place):
+    (place / "saver.py").write_text(SAVER)
+    script = f"""cat metrics > run/metrics.jsonl; mkdir -p run/checkpoints
+    {sys.executable} saver.py run/checkpoints > /dev/null 2>&1 &
+    trap 'echo got >> got; exit 7' TERM; {WAIT.replace("do ", "do [ -e saved ] && exit 0; ")}"""
+    (place / "metrics").write_text(METRICS)
+    program = """
+import kaitian_mpi.cli.supervise, kaitian_mpi.supervise.job_runner as job_runner
+job_runner._SAVE_SEC = -9.5
+kaitian_mpi.cli.supervise.main()
+"""
+    write_script(place / "mpirun", MPIRUN + script)
+    words = "./mpirun -np 2 kaitian-train --layout shard --run-dir=run".split()
+    command, err = [sys.executable, "-c", program, *words], subprocess.PIPE
+    with subprocess.Popen(command, cwd=place, stderr=err, text=True) as supervisor:
+        try:
+            wait_for(place / "saving")
+            wait_for(place / "ready")
+            supervisor.terminate()
+            with pytest.raises(subprocess.TimeoutExpired):
+                supervisor.wait(2)
+        finally:
+            (place / "may-end").touch()
+        _, err = supervisor.communicate(timeout=LONGEST_SEC)
+    assert supervisor.returncode == 128 + signal.SIGTERM, err
+    assert not (place / "got").exists()
+    assert err.count("the job is writing a checkpoint; a second signal ends it at once") == 1
 
 
 def test_sigusr1_is_forwarded_and_ends_nothing(place):
