@@ -23,10 +23,11 @@ def read_hosts_file(path: str) -> str:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"--hosts-file {path} is not a regular file; name one")
-            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
+            writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if status.st_uid not in (os.geteuid(), 0) or writable:
                 raise UserError(
                     f"--hosts-file {path}: another user can write it, and ranks are started on its "
-                    "hosts; make it your own, and chmod o-w"
+                    "hosts; make it your own, and chmod go-w"
                 )
             return file.read(_MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:

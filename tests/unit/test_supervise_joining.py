@@ -212,15 +212,19 @@ def test_a_file_that_cannot_be_used_changes_nothing(cluster, text, fault):
 
 
 def test_a_hosts_file_must_be_the_users_own_and_is_in_place_of_mpiruns_options(tmp_path):
-    own, others, fifo, binary = (tmp_path / name for name in ("own", "others", "fifo", "binary"))
+    names = ("own", "others", "groups", "fifo", "binary")
+    own, others, groups, fifo, binary = (tmp_path / name for name in names)
     own.write_text(TWO)
     assert read_hosts_file(str(own)) == TWO
     others.touch(0o666)
-    others.chmod(0o666)
+    others.chmod(0o606)
+    groups.touch()
+    groups.chmod(0o660)
     os.mkfifo(fifo)
     binary.write_bytes(b"\xff\xfe")
     for file, fault in (
         (tmp_path / "none", "No such file"), (others, "another user can write"),
+        (groups, "another user can write .* chmod go-w"),
         (fifo, "not a regular file"), (binary, "not UTF-8 text"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=fault):
