@@ -56,10 +56,10 @@ class JobRunner:
         """Run nothing yet.
 
         Args:
-            job: of which a command is run.
+            job: the job whose commands are run.
             shell: asks the other hosts whether the job continues there.
-            hang_sec: how long mpirun may keep running after its ranks on this machine have ended,
-                if there are none on others; 0 for no limit.
+            hang_sec: how long mpirun may keep running after its ranks on this machine have ended;
+                with fault tolerance, unless other hosts still have ranks; 0 for no limit.
         """
         self.job = job
         self.stopped = 0
@@ -146,7 +146,7 @@ class JobRunner:
                 alive_at = time.monotonic()
             elif limit_sec and alive_at and time.monotonic() - alive_at > limit_sec:
                 if not self._continues_elsewhere():
-                    return self._end_hanging(child)
+                    return self._end_hanging(child, limit_sec)
                 alive_at = time.monotonic()
                 limit_sec = min(2 * limit_sec, _MAX_HANG_SEC)
 
@@ -180,9 +180,10 @@ class JobRunner:
             self.report(f"no rank is left on this machine; the job continues on {names}")
         return bool(hosts)
 
-    def _end_hanging(self, child: subprocess.Popen[bytes]) -> int:
+    def _end_hanging(self, child: subprocess.Popen[bytes], limit_sec: float) -> int:
         self.report(
-            "mpirun is still waiting after its ranks on this machine have ended; terminating it"
+            f"mpirun is still waiting {limit_sec:g} s after its ranks on this machine have ended "
+            "(--hang-seconds); terminating it"
         )
         child.terminate()
         with suppress(subprocess.TimeoutExpired):

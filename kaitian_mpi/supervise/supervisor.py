@@ -14,6 +14,7 @@ from kaitian_mpi.preflight.verdict import count_text, list_names
 from kaitian_mpi.supervise.hosts_file import HostChanges
 from kaitian_mpi.supervise.job_runner import JobRunner
 from kaitian_mpi.supervise.job_snapshots import JobSnapshots
+from kaitian_mpi.supervise.mpirun_command import TRAIN
 from kaitian_mpi.supervise.remote_shell import RemoteShell
 from kaitian_mpi.supervise.starts import JobCommand, Start, plan_start
 from kaitian_mpi.train.summary import NAME, Summary
@@ -264,7 +265,10 @@ class _Supervisor:
             self._quick = 0  # the next start uses other hosts
         names = {host.name for host in self._job.left(self._left_out)}
         if not names:
-            runner.report("no host is left")
+            runner.report(
+                "not started again, as no host answers; check them by ssh, then "
+                f"{self._how_to_continue}"
+            )
             return False
         if changes is not None and self._trained_on is not None:
             self._trained_on &= names  # hosts that come back later join
@@ -273,13 +277,21 @@ class _Supervisor:
         return True
 
     def _give_up(self, number: int, code: int) -> int:
-        is_quick = self._quick == _MAX_QUICK
-        reason = " (the last two failed immediately, on the same hosts)" if is_quick else ""
+        limit = "--max-restarts"
+        if self._quick == _MAX_QUICK:
+            limit = "the last two failed immediately, on the same hosts"
         self._runner.report(
-            f"gave up after {count_text(number, 'start')}{reason}; "
-            f"mpirun's last exit code was {code}"
+            f"gave up after {count_text(number, 'start')} ({limit}); mpirun's last exit code was "
+            f"{code}; see the errors above, then {self._how_to_continue}"
         )
         return code or 1
+
+    @property
+    def _how_to_continue(self) -> str:
+        job = self._job
+        if job.command.program != TRAIN:
+            return "run the same command again"
+        return f"run the same command with --run-dir {job.config.run_dir} --resume auto"
 
     def _end_by_signal(self, code: int) -> int:
         runner = self._runner

@@ -153,7 +153,10 @@ def test_snapshots_are_removed_if_a_command_cannot_be_started_but_not_those_of_t
 
 
 FINISHED = Run(0, step=9, finished=True)
-GAVE_UP = "gave up after {}; mpirun's last exit code was {}"
+GAVE_UP = (
+    "gave up after {}; mpirun's last exit code was {}; see the errors above, then run the same "
+    "command with --run-dir FOLDER --resume auto"
+)
 QUICKLY = "2 starts (the last two failed immediately, on the same hosts)"
 
 
@@ -169,13 +172,21 @@ QUICKLY = "2 starts (the last two failed immediately, on the same hosts)"
         *(
             ([Run(step=1), Run(step=2), Run(step=3), Run(last, step=4)], code, end)
             for last, code in ((7, 7), (0, 1), (137, 137), (2, 2))
-            for end in [GAVE_UP.format("4 starts", last)]
+            for end in [GAVE_UP.format("4 starts (--max-restarts)", last)]
         ),
     ],
 )
 def test_a_job_is_started_again_until_it_has_finished_or_does_not_help(folder, runs, code, end):
     found, world = outcome(folder, *runs)
-    assert (found, world.reports[-1]) == (code, end)
+    assert (found, world.reports[-1]) == (code, end.replace("FOLDER", str(folder)))
+
+
+def test_the_advice_to_continue_a_script_names_no_flag_that_it_does_not_have(folder):
+    command = parse_command("mpirun -np 4 kaitian-run train.py".split())
+    job = replace(make_job(folder, hosts=""), command=command)
+    world = World(folder, Run(9, step=5))
+    assert world.supervise(job, max_restarts=0) == 9
+    assert world.reports[-1].endswith("see the errors above, then run the same command again")
 
 
 def test_steps_that_are_trained_again_are_progress(folder):

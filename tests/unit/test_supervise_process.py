@@ -124,7 +124,10 @@ def test_a_lost_host_is_excluded_until_none_is_left(place):
     # One that refuses connections is lost, too.
     code, _, err = run(place, script, *"--host 198.51.100.4 -np 1 kaitian-train".split())
     assert (code, calls(place)) == (1, 3)
-    told = "kaitian-supervise: no host is left\nkaitian-supervise: /dev/shm/kaitian-"
+    told = (
+        "kaitian-supervise: not started again, as no host answers; check them by ssh, then run the "
+        r"same command with --run-dir runs/\S+ --resume auto\nkaitian-supervise: /dev/shm/kaitian-"
+    )
     assert re.search(rf"\n{told}\w{{32}}-\* may be left on 198.51.100.4\n$", err)
 
 
@@ -310,7 +313,8 @@ def test_an_mpirun_that_hangs_after_its_ranks_have_ended_is_terminated(place, en
     words = ["-np", "2", "kaitian-train"]
     code, _, err = run(place, script, *words, options=["--hang-seconds", "0.5"])
     assert (code, calls(place)) == (0, 2)
-    assert "mpirun is still waiting after its ranks on this machine have ended; termi" in err
+    told = "mpirun is still waiting 0.5 s after its ranks on this machine have ended"
+    assert f"{told} (--hang-seconds); terminating it\n" in err
     assert f"mpirun ended with code {137 if ending else 143}, and the job is not finished" in err
 
 
