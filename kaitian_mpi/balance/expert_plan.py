@@ -190,19 +190,19 @@ class _Search:
         job, least = self._job, self._job.min_batch
         if least * len(rows) > job.global_batch:
             least = 0
-        room = self._placements.limits.copy()
+        limits = self._placements.limits.copy()
         for rank, facts in enumerate(job.ranks):
             if facts.sample_bytes:
                 most = math.floor(max(0.0, facts.free_bytes) / facts.sample_bytes)
-                room[rank] = min(room[rank], most * self._rounds)
-        if (room < least).any() or room.sum() < job.global_batch:
+                limits[rank] = min(limits[rank], most * self._rounds)
+        if (limits < least).any() or limits.sum() < job.global_batch:
             return None
-        fitted = [min(max(row, least), int(most)) for row, most in zip(rows, room, strict=True)]
+        fitted = [min(max(row, least), int(most)) for row, most in zip(rows, limits, strict=True)]
         while missing := job.global_batch - sum(fitted):
             # One after the other, so that equal ranks stay equal within one sample.
             step = max(1, abs(missing) // len(fitted))
             if missing > 0:
-                spare = [int(most) - row for row, most in zip(fitted, room, strict=True)]
+                spare = [int(most) - row for row, most in zip(fitted, limits, strict=True)]
                 rank = spare.index(max(spare))
                 fitted[rank] += min(step, spare[rank])
             else:

@@ -61,14 +61,14 @@ def cut_into_runs(keys: Sequence[int], sizes: Mapping[int, int], limit: int) -> 
     A key may occur several times; in a run its bytes count once.
     """
     runs: list[list[int]] = []
-    room = 0
+    left = 0
     for key in keys:
         is_new = not runs or key not in runs[-1]
-        if not runs or (is_new and sizes[key] > room):
+        if not runs or (is_new and sizes[key] > left):
             runs.append([])
-            room = limit
+            left = limit
         runs[-1].append(key)
-        room -= sizes[key] * is_new
+        left -= sizes[key] * is_new
     return runs
 
 

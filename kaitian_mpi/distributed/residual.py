@@ -42,8 +42,8 @@ class Residual:
         if self.value is not None:
             values += self.value[start : start + values.numel()]
 
-    def room(self, start: int, count: int) -> torch.Tensor:
-        """Return where to note what is rounded off so many gradients from `start` on.
+    def lost_part(self, start: int, count: int) -> torch.Tensor:
+        """Return where to note what is rounded off `count` gradients from `start` on.
 
         It counts from `keep` on; the next step overwrites what has not been kept.
         """

@@ -145,7 +145,7 @@ class _SumsInFlight:
         self._in_flight: deque[_BucketSum] = deque()
         self._sent_to_mirrors: list[Any] = []
 
-    def make_room(self) -> None:
+    def limit_memory(self) -> None:
         """Wait until one more bucket takes no more memory than is planned."""
         while sum(map(self._takes_extra_memory, self._in_flight)) >= IN_FLIGHT:
             self.wait(len(self._in_flight) - 1)
@@ -377,7 +377,7 @@ class ShardReducer:
 
     def _sum_next(self) -> None:
         """Fill a bucket, and start its sum."""
-        self._sums.make_room()
+        self._sums.limit_memory()
         number = self._arrivals.next_bucket()
         bucket = self._layout.buckets[number]
         self.values.check_seen(bucket.parameters)

@@ -164,7 +164,7 @@ def get_state(
     def receive(meta: torch.Tensor, present: Any) -> torch.Tensor:
         if not meta.is_meta or id(meta) in received:  # small, or a tied weight, sent once
             return received.get(id(meta), meta)
-        target = _room(meta, present, **options) if receives else unwanted
+        target = _memory_like(meta, present, **options) if receives else unwanted
         left = range(meta.nbytes, 0, -_PIECE_BYTES)
         for piece in _pieces(target) if receives else (unwanted[:size] for size in left):
             get(piece.numpy())
@@ -212,7 +212,7 @@ def copy_state(
         identity = _identity(tensor)
         if identity in copies:  # a tied weight is copied once
             return copies[identity]
-        copies[identity] = target = _room(tensor, present)
+        copies[identity] = target = _memory_like(tensor, present)
         if not is_mapped:
             return target.copy_(tensor)
         for piece, part in zip(_pieces(tensor), _pieces(target), strict=True):
@@ -270,7 +270,7 @@ def _with_metadata(changed: Any, state: Any) -> Any:
     return changed
 
 
-def _room(like: torch.Tensor, present: Any, on_host: bool = False) -> torch.Tensor:
+def _memory_like(like: torch.Tensor, present: Any, on_host: bool = False) -> torch.Tensor:
     """Return the present value, if it is a tensor of this layout in memory, or new host memory."""
     if (
         _is_large(present)

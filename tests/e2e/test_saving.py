@@ -50,7 +50,6 @@ class SupervisedJob(jobs.Job):
         self._start("kaitian-supervise", *jobs.forked(mpirun), cwd=cwd, env={})
 
 
-@pytest.mark.serial  # the job has a minute to end
 def test_a_supervised_job_that_has_its_state_in_parts_saves_all_at_sigterm(tmp_path):
     mpirun = "mpirun -np 2 kaitian-train --task planted_large:chain --global-batch-size 24".split()
     mpirun += "--set width=32 --set layers=4 --epochs 900 --layout pipeline".split()

@@ -130,7 +130,7 @@ def test_residuals_follow_their_parameters_to_other_buffers_and_runs():
     buffer = torch.zeros(5)
     residual = residuals.add(buffer, {"a": slice(0, 2), "b": slice(2, 4)})
     assert residual.count == 4  # what follows the gradients crosses as it is
-    residual.room(0, 4).copy_(torch.arange(4.0))
+    residual.lost_part(0, 4).copy_(torch.arange(4.0))
     residuals.keep()
     residuals.clear()
     first = residuals.add(torch.zeros(2), {"b": slice(0, 2)})

@@ -130,8 +130,8 @@ class _Rounds:
         device = members.device
         starts = range(0, max(lengths), self._step)
         few = min(COUNT, len(starts))
-        room = comm.size * self._step
-        memory = torch.empty((few, room), dtype=dtype, device=device)
+        row_length = comm.size * self._step
+        memory = torch.empty((few, row_length), dtype=dtype, device=device)
         self.results = torch.empty((few, self._step), dtype=dtype, device=device)
         # A round without anything to copy out has this, so that the host waits for the device.
         self.nothing = torch.zeros(1, dtype=dtype, device=device)

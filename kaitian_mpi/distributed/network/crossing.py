@@ -27,7 +27,7 @@ class Crossing:
     def __init__(
         self, comm: MPI.Comm, lane: Sequence[int], tag: int, op: Reduction, scratch: torch.Tensor
     ) -> None:
-        """Store the round's: `lane` has a rank of each host, `scratch` room for all parts."""
+        """Store the round's: `lane` has a rank of each host, `scratch` memory for all parts."""
         self._comm = comm
         self._lane = lane
         self._tag = tag
@@ -63,7 +63,7 @@ class Crossing:
             return MPI.REQUEST_NULL
         return self._comm.Irecv(as_raw_buffer(part), self._lane[host], self._tag)
 
-    def room_for(self, part: torch.Tensor, number: int = 0) -> torch.Tensor:
+    def scratch_for(self, part: torch.Tensor, number: int = 0) -> torch.Tensor:
         """Return scratch memory for a part; different memory for each number below `size`."""
         length = part.numel()
         return self._scratch[number * length : (number + 1) * length]
@@ -94,10 +94,10 @@ def pairwise(crossing: Crossing, parts: Parts) -> Round:
     all others at once, so that the switches between them have to carry all pairs.
     """
     host_part = parts[crossing.host]
-    arrived = [crossing.room_for(host_part, number) for number in range(crossing.size - 1)]
+    arrived = [crossing.scratch_for(host_part, number) for number in range(crossing.size - 1)]
     received = [
-        crossing.start_receive(room, host)
-        for room, host in zip(arrived, crossing.others, strict=True)
+        crossing.start_receive(buffer, host)
+        for buffer, host in zip(arrived, crossing.others, strict=True)
     ]
     sent = [crossing.start_send(parts[host], host) for host in crossing.others]
     yield received
@@ -122,7 +122,7 @@ def ring(crossing: Crossing, parts: Parts) -> Round:
     sent = []
     for step in range(size - 1):
         part = parts[(host - step - 1) % size]
-        arrived = crossing.room_for(part)
+        arrived = crossing.scratch_for(part)
         received = crossing.start_receive(arrived, before)
         sent.append(crossing.start_send(parts[(host - step) % size], after))
         yield [received]
@@ -157,41 +157,41 @@ def encoded(crossing: Crossing, parts: Parts, residual: Residual, start: int) ->
     noted = []
     for part, at in zip(parts, starts, strict=True):
         residual.add_to(part, at)
-        noted.append(residual.room(at, len(part)))
+        noted.append(residual.lost_part(at, len(part)))
     exchange = _between_two if crossing.size == 2 else _among_many
     yield from exchange(crossing, parts, residual.wire, noted)
 
 
 def _between_two(crossing: Crossing, parts: Parts, wire: WireFormat, noted: Parts) -> Round:
     [other] = crossing.others
-    arrived = [_room(wire, part) for part in parts]
-    requests = [crossing.start_receive(room, other) for room in arrived]
+    arrived = [_encoded_buffer(wire, part) for part in parts]
+    requests = [crossing.start_receive(buffer, other) for buffer in arrived]
     leaving = [wire.encode(part, lost) for part, lost in zip(parts, noted, strict=True)]
     requests += [crossing.start_send(encoded, other) for encoded in leaving]
     yield requests
-    for part, room in zip(parts, arrived, strict=True):
-        part += _decoded(wire, room, part)
+    for part, buffer in zip(parts, arrived, strict=True):
+        part += _decoded(wire, buffer, part)
 
 
 def _among_many(crossing: Crossing, parts: Parts, wire: WireFormat, noted: Parts) -> Round:
     host_part = parts[crossing.host]
-    arrived = {host: _room(wire, host_part) for host in sorted(crossing.others)}
-    requests = [crossing.start_receive(room, host) for host, room in arrived.items()]
+    arrived = {host: _encoded_buffer(wire, host_part) for host in sorted(crossing.others)}
+    requests = [crossing.start_receive(buffer, host) for host, buffer in arrived.items()]
     leaving = {host: wire.encode(parts[host], noted[host]) for host in crossing.others}
     requests += [crossing.start_send(encoded, host) for host, encoded in leaving.items()]
     yield requests  # MPI has sent what is leaving
-    for room in arrived.values():
-        host_part += _decoded(wire, room, host_part)
+    for buffer in arrived.values():
+        host_part += _decoded(wire, buffer, host_part)
     encoded = wire.encode(host_part, noted[crossing.host])
-    arrived = {host: _room(wire, parts[host]) for host in crossing.others}
-    requests = [crossing.start_receive(room, host) for host, room in arrived.items()]
+    arrived = {host: _encoded_buffer(wire, parts[host]) for host in crossing.others}
+    requests = [crossing.start_receive(buffer, host) for host, buffer in arrived.items()]
     requests += [crossing.start_send(encoded, host) for host in crossing.others]
     yield requests
-    for host, room in arrived.items():
-        wire.decode(room, parts[host])
+    for host, buffer in arrived.items():
+        wire.decode(buffer, parts[host])
 
 
-def _room(wire: WireFormat, part: torch.Tensor) -> torch.Tensor:
+def _encoded_buffer(wire: WireFormat, part: torch.Tensor) -> torch.Tensor:
     return torch.empty(wire.size(len(part)), dtype=torch.uint8)
 
 

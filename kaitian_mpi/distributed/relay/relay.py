@@ -150,7 +150,8 @@ def exchange_in_rounds(
     """
     begun = ended = 0
     sizes = [
-        sum(_room(tensor) for tensor in _distinct(sent, received)) for sent, received in rounds
+        sum(_slot_bytes(tensor) for tensor in _distinct(sent, received))
+        for sent, received in rounds
     ]
     slot_count = slots.provide(len(rounds), max(sizes))
     in_slots: deque[_RoundInSlot] = deque()
@@ -224,7 +225,7 @@ def _copy_out(
     hosts: dict[int, torch.Tensor] = {}
     for tensor in _distinct(sent, received):
         hosts[id(tensor)] = slot.view_as(tensor, start)
-        start += _room(tensor)
+        start += _slot_bytes(tensor)
     full = [tensor for tensor in _distinct(sent) if tensor.numel()]
     ends = [copies.copy_out(hosts[id(tensor)], tensor, slot.free) for tensor in full]
     return _RoundInSlot(sent, received, slot, hosts, ends)
@@ -234,7 +235,7 @@ def _distinct(*lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [*{id(tensor): tensor for tensors in lists for tensor in tensors}.values()]
 
 
-def _room(tensor: torch.Tensor) -> int:
+def _slot_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor in a slot, so that the next one is aligned."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
