@@ -23,7 +23,8 @@ thorough = pytest.mark.thorough
 
 
 PACKAGES = {"accelerate": "", "transformers": ".trainer", "lightning": ".pytorch"}
-OF_TRL = {"trl": ".trainer.sft_trainer"}  # in one of its tests, it is loaded after the others
+# In one of its tests, it is loaded after the others.
+OF_TRL = {"trl": ".trainer.sft_trainer"} if os.environ.get("KAITIAN_TEST_THOROUGH") != "no" else {}
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +143,10 @@ def test_hugging_faces_trainer(mpirun, kind, rule, options, request):
     assert ("multiplies the model's loss" in out) == (kind == "classifier")
 
 
+@thorough
 @needs_trl
 @pytest.mark.usefixtures("preloaded")
-@pytest.mark.parametrize("loss_type", ["nll", pytest.param("dft", marks=thorough)])
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_supervised_fine_tuning_by_trl(mpirun, loss_type):
     report, out = train(mpirun, "trl_sft.py", loss_type, difference=1e-7)
     assert "the loss of the Trainer is a sum over rows" in out

@@ -90,7 +90,7 @@ def test_steps_are_those_of_one_process(world, tmp_path, kind, is_tied, replicas
     check(world, task, tmp_path, replicas)
 
 
-@pytest.mark.parametrize("what", by_default(["lora", "windows", "checkpointing"], ["lora"]))
+@pytest.mark.parametrize("what", by_default(["lora", "windows", "checkpointing"], ["windows"]))
 def test_other_forms_of_models_are_divided(world, tmp_path, what):
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
     kind, settings = ("qwen2", windows) if what == "windows" else ("mistral", {})

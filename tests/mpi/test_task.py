@@ -690,7 +690,7 @@ def test_an_exit_from_the_loop_saves_as_a_return_does(world, shared_path, error)
         assert is_saved == (not isinstance(error, Exception))
 
 
-@pytest.mark.parametrize(("is_open", "last"), [(False, 7), (True, 2)])
+@pytest.mark.parametrize(("is_open", "last"), by_default([(False, 7), (True, 2)], [(True, 2)]))
 def test_ranks_wait_for_one_in_the_scripts_own_code(world, monkeypatch, capfd, is_open, last):
     """As for a rank that evaluates alone, after an epoch or in it; the watchdogs know of each."""
     began_again = []

@@ -20,6 +20,9 @@ LOADED = re.compile(
 )
 
 
+pytestmark = pytest.mark.thorough  # building it takes seconds; test_docs.py reads the pages
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Build the site as bin/docs does; any warning is an error."""

@@ -382,9 +382,15 @@ RUNS = "watching.main(*sys.argv[1:])"
     ("ended", "then", "line"),
     [
         (2, "", "[2@host] rank 0 of this host ended before MPI started; see what it printed; end"),
-        (0, "", "[2@host] this rank ended before MPI started; ending the job"),
+        pytest.param(
+            *(0, "", "[2@host] this rank ended before MPI started; ending the job"),
+            marks=pytest.mark.thorough,
+        ),
         # One that was never there: the others have the other numbers.
-        (None, "", "[2@host] rank 0 of this host ended before MPI started"),
+        pytest.param(
+            *(None, "", "[2@host] rank 0 of this host ended before MPI started"),
+            marks=pytest.mark.thorough,
+        ),
         (2, "process.stdin.write(b'1'); process.stdin.flush(); process.wait()", None),
     ],
 )
