@@ -78,6 +78,20 @@ def wait_for(path):
     assert wait_until(path.exists, LONGEST_SEC), f"no {path}"
 
 
+def wait_for_job_of(supervisor, place):
+    """Wait until a supervisor forwards signals to its job, whose script writes `known` at SIGUSR1.
+
+    The script may be ready before the supervisor has its process.
+    """
+    wait_for(place / "ready")
+
+    def is_known():
+        supervisor.send_signal(signal.SIGUSR1)
+        return (place / "known").exists()
+
+    assert wait_until(is_known, LONGEST_SEC, 0.1, min_nap_sec=0.1)
+
+
 def test_exit_code_0_without_a_finished_summary_is_restarted(place):
     """In the ranks' working directory, and without a terminal."""
     (place / "there").mkdir()
@@ -184,7 +198,7 @@ METRICS = '{"step": 1, "step_time_sec": 9}\n{"step": 2, "step_time_sec": 2.5}\n{
 def test_ranks_that_have_parts_may_save_before_mpirun_gets_a_stop_signal(place, end):
     """Until 60 s and 4 steps are over, here 1 s in all, or a second signal comes."""
     asked = "[ -e run/restart-request ] && exit 0; " if end == "by itself" else ""
-    script = f"""cat metrics > run/metrics.jsonl
+    script = f"""cat metrics > run/metrics.jsonl; trap 'echo > known' USR1
     trap 'echo got >> got; exit 7' TERM; {WAIT.replace("; do ", f"; do {asked}")}"""
     write_script(place / "mpirun", MPIRUN + script)
     (place / "metrics").write_text(METRICS)
@@ -196,7 +210,7 @@ kaitian_mpi.cli.supervise.main()
     words = "./mpirun -np 2 kaitian-train --layout shard --run-dir=run".split()
     command, err = [sys.executable, "-c", program, *words], subprocess.PIPE
     with subprocess.Popen(command, cwd=place, stderr=err, text=True) as supervisor:
-        wait_for(place / "ready")
+        wait_for_job_of(supervisor, place)
         supervisor.terminate()
         line = next(line for line in supervisor.stderr if "asking" in line)
         if end == "at once":
