@@ -104,7 +104,7 @@ def _unscale(stock: Any, shards: TrainerShards) -> Any:
     def unscale_rows(
         scaler: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> Any:
-        with shards.optimizers.inside(optimizer):
+        with shards.optimizers.with_rows(optimizer):
             inf_by_device = dict(stock(scaler, optimizer, inv_scale, found_inf, allow_fp16))
         if shards.optimizers.get(optimizer) is not None:
             shards.before_sum(ScriptCall.UNSCALE)

@@ -51,7 +51,7 @@ def _state_dict(stock: Any, shards: TrainerShards) -> Any:
     @functools.wraps(stock)
     def state_dict(optimizer: Optimizer) -> Any:
         owned = shards.optimizers.get(optimizer)
-        if owned is None or owned.is_inside:
+        if owned is None or owned.has_rows:
             return stock(optimizer)
         owned.follow(optimizer, owned.models)
         return owned.state_dict(optimizer, stock, shards.reads)
@@ -63,7 +63,7 @@ def _load_state_dict(stock: Any, shards: TrainerShards) -> Any:
     @functools.wraps(stock)
     def load_state_dict(optimizer: Optimizer, state_dict: Any) -> None:
         owned = shards.optimizers.own(optimizer)
-        if owned is None or owned.is_inside:
+        if owned is None or owned.has_rows:
             stock(optimizer, state_dict)
         else:
             owned.load(optimizer, state_dict, stock)
@@ -77,7 +77,7 @@ def _getstate(stock: Any, stock_state: Any, shards: TrainerShards) -> Any:
         """Return what a copy, or a file, of an optimizer has."""
         content: dict[str, Any] = stock(optimizer)
         owned = shards.optimizers.get(optimizer)
-        if owned is None or owned.is_inside or not owned.has_begun:
+        if owned is None or owned.has_rows or not owned.has_begun:
             return content
         return {**content, "state": owned.whole_state(optimizer, stock_state, shards.reads)}
 
@@ -88,7 +88,7 @@ def _before_step(shards: TrainerShards) -> Any:
     def enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         in_steps = shards.optimizers.in_steps()
         for other, owned_by_other in in_steps:
-            owned_by_other.leave(other)
+            owned_by_other.swap_out_rows(other)
         around = [step for step in in_steps if step[0] is not optimizer]
         owned = shards.optimizers.own(optimizer)
         if owned is None:
@@ -96,7 +96,7 @@ def _before_step(shards: TrainerShards) -> Any:
             return None
         for model in owned.models:
             model.passes.before_step()
-        owned.enter(optimizer, around)
+        owned.swap_in_rows(optimizer, around)
         args = tuple(_outside(owned, optimizer, argument) for argument in args)
         return args, {name: _outside(owned, optimizer, value) for name, value in kwargs.items()}
 
@@ -108,7 +108,7 @@ def _after_step(stock: Any, shards: TrainerShards) -> Any:
     def end(optimizer: Optimizer) -> None:
         stock(optimizer)
         owned = shards.optimizers.get(optimizer)
-        if owned is not None and owned.is_inside:
+        if owned is not None and owned.has_rows:
             around = owned.end_step(optimizer)
             for model in owned.models:
                 model.passes.after_step()
@@ -120,7 +120,7 @@ def _after_step(stock: Any, shards: TrainerShards) -> Any:
 def _go_on(steps: Sequence[Step]) -> None:
     """Let optimizers have this rank's rows again, whose steps were left."""
     for optimizer, owned in steps:
-        owned.enter(optimizer)
+        owned.swap_in_rows(optimizer)
 
 
 def _outside(owned: OwnedOptimizer, optimizer: Optimizer, argument: Any) -> Any:
@@ -130,15 +130,15 @@ def _outside(owned: OwnedOptimizer, optimizer: Optimizer, argument: Any) -> Any:
 
     @functools.wraps(argument)
     def call() -> Any:
-        if not owned.is_inside:  # the step of another one has been called, which calls this
+        if not owned.has_rows:  # the step of another one has been called, which calls this
             return argument()
-        owned.leave(optimizer)
+        owned.swap_out_rows(optimizer)
         try:
             with torch.enable_grad():
                 return argument()
         finally:
             for model in owned.models:
                 model.passes.before_step()
-            owned.enter(optimizer)
+            owned.swap_in_rows(optimizer)
 
     return call

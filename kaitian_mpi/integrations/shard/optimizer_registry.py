@@ -54,7 +54,7 @@ class OptimizerRegistry:
         To be called at the same place of the script on every rank.
         """
         owned = self._owned.get(optimizer)
-        if owned is not None and owned.is_inside:
+        if owned is not None and owned.has_rows:
             return owned
         models = self._models_of(optimizer)
         if owned is None:
@@ -73,20 +73,20 @@ class OptimizerRegistry:
 
     def in_steps(self) -> list[Step]:
         """Return the optimizers that are in a step, which has failed or calls another one's."""
-        return [(optimizer, owned) for optimizer, owned in self._owned.items() if owned.is_inside]
+        return [(optimizer, owned) for optimizer, owned in self._owned.items() if owned.has_rows]
 
     @contextmanager
-    def inside(self, optimizer: Optimizer) -> Iterator[None]:
+    def with_rows(self, optimizer: Optimizer) -> Iterator[None]:
         """Let an optimizer have this rank's rows in the block, at the same place on every rank."""
         owned = self.own(optimizer)
-        if owned is None or owned.is_inside:
+        if owned is None or owned.has_rows:
             yield
             return
-        owned.enter(optimizer)
+        owned.swap_in_rows(optimizer)
         try:
             yield
         finally:
-            owned.leave(optimizer)
+            owned.swap_out_rows(optimizer)
 
     def end_backward(self) -> None:
         """Take note that no rank reads the states of earlier steps any more."""

@@ -77,7 +77,7 @@ class OwnedOptimizer:
         self._shown = OptimizerStateView(self.state)
         # Each group's parameters of the model, to be put back, while the optimizer has rows.
         self._whole: list[list[torch.Tensor]] = []
-        self._depth = 0  # of calls of `enter`, of which the outermost one gives the rows
+        self._nesting = 0  # of calls of `swap_in_rows`, of which the outermost one gives the rows
         # Optimizers whose steps have called this one's, and go on after it.
         self._around: Sequence[Step] = ()
         self.has_begun = False
@@ -91,19 +91,19 @@ class OwnedOptimizer:
         return self.state.models
 
     @property
-    def is_inside(self) -> bool:
+    def has_rows(self) -> bool:
         """Whether the optimizer has this rank's rows now."""
-        return self._depth > 0
+        return self._nesting > 0
 
-    def enter(self, optimizer: Optimizer, around: Sequence[Step] | None = None) -> None:
+    def swap_in_rows(self, optimizer: Optimizer, around: Sequence[Step] | None = None) -> None:
         """Give the optimizer this rank's rows and their state, if there are owners yet.
 
         Args:
             optimizer: the optimizer.
             around: those whose steps call this one's, and were left for it, if a step begins.
         """
-        self._depth += 1
-        if self._depth > 1:
+        self._nesting += 1
+        if self._nesting > 1:
             return
         if around is not None:
             self._around = around
@@ -116,10 +116,10 @@ class OwnedOptimizer:
         for group in optimizer.param_groups:
             group["params"] = [*self._own(group["params"])]
 
-    def leave(self, optimizer: Optimizer) -> None:
+    def swap_out_rows(self, optimizer: Optimizer) -> None:
         """Let the optimizer show the model's parameters again."""
-        self._depth -= 1
-        if self._depth:
+        self._nesting -= 1
+        if self._nesting:
             return
         if self._whole:
             self.state.take_back(optimizer.state)  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ class OwnedOptimizer:
             model.rows.end_step()
         around = self._around
         self._around = ()  # they may refer to this optimizer
-        self.leave(optimizer)
+        self.swap_out_rows(optimizer)
         return around
 
     def begin(self, optimizer: Optimizer) -> None:
@@ -164,7 +164,7 @@ class OwnedOptimizer:
         """
         self.state.set_models(models)
         given = optimizer.state
-        if not self.has_begun or self.is_inside or given is self._shown:
+        if not self.has_begun or self.has_rows or given is self._shown:
             return
         with self.state.lock:
             self._keep(optimizer, _by_place(optimizer))
@@ -244,7 +244,7 @@ class OwnedOptimizer:
                 if state:
                     rows = cut_state(state, whole, (part.begin, part.end))
                     own[len(targets) - 1] = {name: _copied(value) for name, value in rows.items()}
-        self.enter(optimizer)
+        self.swap_in_rows(optimizer)
         self.state.replace(defaultdict(dict))
         optimizer.state = self.state.current
         try:
@@ -256,7 +256,7 @@ class OwnedOptimizer:
                 _load_state_dict(optimizer, {"state": state, "param_groups": numbered})
             optimizer.param_groups = groups  # not copies, as the script may have kept them
         finally:
-            self.leave(optimizer)
+            self.swap_out_rows(optimizer)
 
 
 @contextmanager
