@@ -7,7 +7,7 @@ one rank per group, each for an equal part, and gathers inside the group; `leade
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import torch
 
 from kaitian_mpi.distributed.collectives.across_groups import (
     Members,
+    PieceOperations,
     all_gather_across,
     reduce_scatter_across,
 )
@@ -85,15 +86,15 @@ class HybridOperations(RelayedOperations):
         kind = op.without_division.kind
         if library is not None and library.serves("reduce", [tensor.dtype], kind):
             usable = library.usable(tensor.detach())
-            moves = library.reduce_pieces, library.gather_pieces
+            pieces = PieceOperations(library.reduce_pieces, library.gather_pieces)
         else:
             # Without a vendor's library a group works in host memory; a single rank need not.
             usable = contiguous(tensor) if comms.group.size == 1 else to_host(tensor)
-            moves = (
+            pieces = PieceOperations(
                 partial(host_collectives.reduce_pieces, comms.group),
                 partial(host_collectives.gather_pieces, comms.group),
             )
-        self._allreduce(moves, usable.view(-1), op, precision, comms, lanes)
+        self._allreduce(pieces, usable.view(-1), op, precision, comms, lanes)
         from_host(usable, tensor)
 
     def reduce_scatter(self, output: torch.Tensor, pieces: Tensors, op: Reduction) -> None:
@@ -153,19 +154,19 @@ class HybridOperations(RelayedOperations):
         dtype = ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)
         kind = SUM.kind if name == "reduce" else None
         if library is not None and library.serves(name, [dtype if kind else tensor.dtype], kind):
-            moves = library.reduce_pieces, library.gather_pieces
-            return Members(groups, ranks, library.device, moves)
-        moves_by_mpi = (
+            pieces = PieceOperations(library.reduce_pieces, library.gather_pieces)
+            return Members(groups, ranks, library.device, pieces)
+        by_mpi = PieceOperations(
             partial(host_collectives.reduce_pieces, comms.group),
             partial(host_collectives.gather_pieces, comms.group),
         )
         is_alone = comms.group.size == 1
         device = tensor.device if is_alone else torch.device("cpu")
-        return Members(groups, ranks, device, moves_by_mpi)
+        return Members(groups, ranks, device, by_mpi)
 
     def _allreduce(
         self,
-        moves: tuple[Callable[..., None], Callable[..., None]],
+        pieces: PieceOperations,
         tensor: torch.Tensor,
         op: Reduction,
         precision: Precision,
@@ -174,21 +175,20 @@ class HybridOperations(RelayedOperations):
     ) -> None:
         """Reduce a flat, contiguous tensor over all ranks, in place. Collective.
 
-        `moves` reduce and gather the ranks' pieces of it inside the group.
+        `pieces` reduces and gathers the members' pieces of it inside the group.
         """
         if op.is_average and tensor.dtype in ACCUMULATION_DTYPES:
             # Otherwise a stage's sum would be rounded, or overflow, before it is divided.
             for piece in tensor.split(_WIDE_ELEMENTS):
                 wide = piece.to(ACCUMULATION_DTYPES[tensor.dtype])
-                self._allreduce(moves, wide, op, precision, comms, lanes)
+                self._allreduce(pieces, wide, op, precision, comms, lanes)
                 piece.copy_(wide)
             return
-        reduce_pieces, gather_pieces = moves
         total = op.without_division
-        pieces = tensor.tensor_split(lanes)
-        shares = [len(piece) for piece in pieces]
+        by_lane = tensor.tensor_split(lanes)
+        shares = [len(piece) for piece in by_lane]
         with part("reduce in the group"):
-            reduce_pieces(tensor, shares, total)
+            pieces.reduce(tensor, shares, total)
         rank = comms.group.rank
         lane = comms.lane
         if lane is not None and rank < len(shares):
@@ -199,6 +199,6 @@ class HybridOperations(RelayedOperations):
                 # On the host, because devices may differ in the last bit of a division.
                 op.divide_average(chunk, self.size)
 
-            self._relay.exchange(lane, pieces[rank], exchange, precision.dtype)
+            self._relay.exchange(lane, by_lane[rank], exchange, precision.dtype)
         with part("gather in the group"):
-            gather_pieces(tensor, shares)
+            pieces.gather(tensor, shares)

@@ -79,8 +79,8 @@ class RelayedOperations(HostOperations):
         def share(part: torch.Tensor) -> None:
             self._complete(self._comm.Ibcast(as_raw_buffer(part), root), part)
 
-        ways = {"reads": self.rank == root, "writes": self.rank != root}
-        rounds.in_rounds(self._comm, self._relay, tensor, share, **ways)
+        is_root = self.rank == root
+        rounds.in_rounds(self._comm, self._relay, tensor, share, reads=is_root, writes=not is_root)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction) -> None:
         if not self._is_long(tensor.nbytes):
@@ -91,8 +91,8 @@ class RelayedOperations(HostOperations):
         def add(part: torch.Tensor) -> None:
             reduce_to(self._comm, part, root, op)
 
-        ways = {"reads": True, "writes": self.rank == root}
-        rounds.in_rounds(self._comm, self._relay, tensor, add, **ways)
+        is_root = self.rank == root
+        rounds.in_rounds(self._comm, self._relay, tensor, add, reads=True, writes=is_root)
 
     def all_gather(self, pieces: Tensors, tensor: torch.Tensor) -> None:
         if not self._is_long(self.size * max(piece.nbytes for piece in pieces)):
