@@ -45,9 +45,9 @@ class PartSlice(NamedTuple):
 class PieceOperations(NamedTuple):
     """How the members of a group reduce and gather pieces of a flat tensor, one to each member."""
 
-    reduce: Callable[..., None]
+    reduce_pieces: Callable[..., None]
     """Reduces each piece to its member."""
-    gather: Callable[..., None]
+    gather_pieces: Callable[..., None]
     """Copies each member's piece to all members."""
 
 
@@ -60,7 +60,7 @@ class Members(NamedTuple):
     """The ranks of this rank's group."""
     device: torch.device
     """The device on which they do."""
-    pieces: PieceOperations
+    operations: PieceOperations
 
 
 def carried(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> dict[int, list[PartSlice]]:
@@ -170,7 +170,9 @@ class _Sums(_Rounds):
         current = self.rounds[number]
         for piece, place in current.places:
             place.copy_(self.part(number, piece))
-        self._members.pieces.reduce(current.flat, current.shares, self._op.without_division)
+        self._members.operations.reduce_pieces(
+            current.flat, current.shares, self._op.without_division
+        )
 
     def exchange(self, sent: Tensors, received: Tensors) -> None:
         current = self.rounds[self._next]
@@ -234,7 +236,7 @@ class _Gathers(_Rounds):
 
     def end(self, number: int) -> None:
         current = self.rounds[number]
-        self._members.pieces.gather(current.flat, current.shares)
+        self._members.operations.gather_pieces(current.flat, current.shares)
         for piece, place in current.places:
             target = self.part(number, piece)
             if piece.rank != self._comm.rank or target.data_ptr() != self._rank_part.data_ptr():

@@ -86,15 +86,15 @@ class HybridOperations(RelayedOperations):
         kind = op.without_division.kind
         if library is not None and library.serves("reduce", [tensor.dtype], kind):
             usable = library.usable(tensor.detach())
-            pieces = PieceOperations(library.reduce_pieces, library.gather_pieces)
+            operations = PieceOperations(library.reduce_pieces, library.gather_pieces)
         else:
             # Without a vendor's library a group works in host memory; a single rank need not.
             usable = contiguous(tensor) if comms.group.size == 1 else to_host(tensor)
-            pieces = PieceOperations(
+            operations = PieceOperations(
                 partial(host_collectives.reduce_pieces, comms.group),
                 partial(host_collectives.gather_pieces, comms.group),
             )
-        self._allreduce(pieces, usable.view(-1), op, precision, comms, lanes)
+        self._allreduce(operations, usable.view(-1), op, precision, comms, lanes)
         from_host(usable, tensor)
 
     def reduce_scatter(self, output: torch.Tensor, pieces: Tensors, op: Reduction) -> None:
@@ -154,8 +154,8 @@ class HybridOperations(RelayedOperations):
         dtype = ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)
         kind = SUM.kind if name == "reduce" else None
         if library is not None and library.serves(name, [dtype if kind else tensor.dtype], kind):
-            pieces = PieceOperations(library.reduce_pieces, library.gather_pieces)
-            return Members(groups, ranks, library.device, pieces)
+            operations = PieceOperations(library.reduce_pieces, library.gather_pieces)
+            return Members(groups, ranks, library.device, operations)
         by_mpi = PieceOperations(
             partial(host_collectives.reduce_pieces, comms.group),
             partial(host_collectives.gather_pieces, comms.group),
@@ -166,7 +166,7 @@ class HybridOperations(RelayedOperations):
 
     def _allreduce(
         self,
-        pieces: PieceOperations,
+        operations: PieceOperations,
         tensor: torch.Tensor,
         op: Reduction,
         precision: Precision,
@@ -175,20 +175,20 @@ class HybridOperations(RelayedOperations):
     ) -> None:
         """Reduce a flat, contiguous tensor over all ranks, in place. Collective.
 
-        `pieces` reduces and gathers the members' pieces of it inside the group.
+        `operations` reduces and gathers the members' pieces of it inside the group.
         """
         if op.is_average and tensor.dtype in ACCUMULATION_DTYPES:
             # Otherwise a stage's sum would be rounded, or overflow, before it is divided.
             for piece in tensor.split(_WIDE_ELEMENTS):
                 wide = piece.to(ACCUMULATION_DTYPES[tensor.dtype])
-                self._allreduce(pieces, wide, op, precision, comms, lanes)
+                self._allreduce(operations, wide, op, precision, comms, lanes)
                 piece.copy_(wide)
             return
         total = op.without_division
         by_lane = tensor.tensor_split(lanes)
         shares = [len(piece) for piece in by_lane]
         with part("reduce in the group"):
-            pieces.reduce(tensor, shares, total)
+            operations.reduce_pieces(tensor, shares, total)
         rank = comms.group.rank
         lane = comms.lane
         if lane is not None and rank < len(shares):
@@ -201,4 +201,4 @@ class HybridOperations(RelayedOperations):
 
             self._relay.exchange(lane, by_lane[rank], exchange, precision.dtype)
         with part("gather in the group"):
-            pieces.gather(tensor, shares)
+            operations.gather_pieces(tensor, shares)
