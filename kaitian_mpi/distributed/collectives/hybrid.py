@@ -90,10 +90,7 @@ class HybridOperations(RelayedOperations):
         else:
             # Without a vendor's library a group works in host memory; a single rank need not.
             usable = contiguous(tensor) if comms.group.size == 1 else to_host(tensor)
-            operations = PieceOperations(
-                partial(host_collectives.reduce_pieces, comms.group),
-                partial(host_collectives.gather_pieces, comms.group),
-            )
+            operations = _by_mpi(comms)
         self._allreduce(operations, usable.view(-1), op, precision, comms, lanes)
         from_host(usable, tensor)
 
@@ -156,13 +153,9 @@ class HybridOperations(RelayedOperations):
         if library is not None and library.serves(name, [dtype if kind else tensor.dtype], kind):
             operations = PieceOperations(library.reduce_pieces, library.gather_pieces)
             return Members(groups, ranks, library.device, operations)
-        by_mpi = PieceOperations(
-            partial(host_collectives.reduce_pieces, comms.group),
-            partial(host_collectives.gather_pieces, comms.group),
-        )
         is_alone = comms.group.size == 1
         device = tensor.device if is_alone else torch.device("cpu")
-        return Members(groups, ranks, device, by_mpi)
+        return Members(groups, ranks, device, _by_mpi(comms))
 
     def _allreduce(
         self,
@@ -202,3 +195,11 @@ class HybridOperations(RelayedOperations):
             self._relay.exchange(lane, by_lane[rank], exchange, precision.dtype)
         with part("gather in the group"):
             operations.gather_pieces(tensor, shares)
+
+
+def _by_mpi(comms: GroupComms) -> PieceOperations:
+    """Return the operations of a group in host memory, without a vendor's library."""
+    return PieceOperations(
+        partial(host_collectives.reduce_pieces, comms.group),
+        partial(host_collectives.gather_pieces, comms.group),
+    )
