@@ -206,19 +206,20 @@ def test_lightning_on_hosts_with_unequal_numbers_of_ranks(hosts, tmp_path):
     assert ended.out.count("leave out devices and num_nodes to train on all 3 ranks") == 1
 
 
+@thorough
 @pytest.mark.skipif(not YEAR_OLD, reason="needs releases in the folder $KAITIAN_TEST_YEAR_OLD")
 @pytest.mark.parametrize(
     ("script", "options", "owned"),
     [
-        pytest.param("hugging_face.py", "language 2 2", "", marks=thorough),
-        pytest.param("trl_sft.py", "nll", "sharded", marks=thorough),
-        pytest.param("resumed.py", "lightning -1", "sharded", marks=thorough),
-        pytest.param("accelerate_loop.py", "object", "", marks=thorough),
-        pytest.param("trl_sft.py", "nll", "", marks=thorough),
-        pytest.param("resumed.py", "lightning -1", "", marks=thorough),
-        pytest.param("accelerate_loop.py", "classifier", "sharded", marks=thorough),
-        pytest.param("hugging_face.py", "language 2 2", "sharded", marks=thorough),
-        pytest.param("hugging_face.py", "language 2 2", "whole", marks=thorough),
+        ("hugging_face.py", "language 2 2", ""),
+        ("trl_sft.py", "nll", "sharded"),
+        ("resumed.py", "lightning -1", "sharded"),
+        ("accelerate_loop.py", "object", ""),
+        ("trl_sft.py", "nll", ""),
+        ("resumed.py", "lightning -1", ""),
+        ("accelerate_loop.py", "classifier", "sharded"),
+        ("hugging_face.py", "language 2 2", "sharded"),
+        ("hugging_face.py", "language 2 2", "whole"),
     ],
 )
 def test_trainers_of_a_year_ago(

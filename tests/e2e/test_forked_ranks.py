@@ -14,6 +14,8 @@ from kaitian_mpi.runtime.forked_rank import FORK
 
 TRAIN = ["kaitian-train", "-n", "2", "--model", "planted:Slow", *EVEN]
 
+pytestmark = pytest.mark.thorough  # a job without tests of it has its ranks forked as well
+
 
 def forking_process(job):
     """Return the process that forks a job's ranks; None if there is none."""
@@ -24,7 +26,6 @@ def forking_process(job):
     return None
 
 
-@pytest.mark.thorough
 def test_forked_ranks_train_as_others_do(tmp_path):
     losses = []
     for forks in ("1", "0"):
@@ -43,7 +44,6 @@ def test_forked_ranks_train_as_others_do(tmp_path):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.thorough
 def test_what_stands_for_a_rank_stops_and_ends_it_and_no_rank_outlives_what_forks(tmp_path):
     with LaunchedJob(*TRAIN, "--max-steps", "400", cwd=tmp_path) as job:
         job.wait_for("step 2/")
@@ -65,7 +65,6 @@ def test_what_stands_for_a_rank_stops_and_ends_it_and_no_rank_outlives_what_fork
         assert_gone(started, SOON_SEC)
 
 
-@pytest.mark.thorough
 def test_ranks_load_torch_themselves_if_what_forks_ends_early(tmp_path):
     with LaunchedJob(*TRAIN, "--max-steps", "2", cwd=tmp_path) as job:
         job.wait_until(lambda: forking_process(job) is not None, "nothing forks ranks")

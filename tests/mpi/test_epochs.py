@@ -154,16 +154,12 @@ def test_epochs_with_what_is_between_equal_those_of_one_process(world, is_open):
 @pytest.mark.parametrize(
     ("is_open", "end", "last"),
     [
-        pytest.param(False, {"until": 10}, [10], marks=pytest.mark.thorough),
+        (False, {"until": 10}, [10]),
         (True, {"until": 10}, [10]),
-        pytest.param(True, {"leave_at": 0}, [STEPS], marks=pytest.mark.thorough),
+        (True, {"leave_at": 0}, [STEPS]),
         # After that of step 8, or the one before if that was still being written.
-        pytest.param(
-            *(False, {"until": 10, "checkpoint_every": 8}, [STEPS, 8]), marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            *(True, {"until": 10, "checkpoint_every": 8}, [STEPS, 8]), marks=pytest.mark.thorough
-        ),
+        (False, {"until": 10, "checkpoint_every": 8}, [STEPS, 8]),
+        (True, {"until": 10, "checkpoint_every": 8}, [STEPS, 8]),
     ],
 )
 def test_epochs_are_resumed_with_what_the_script_has_done(world, shared_path, is_open, end, last):

@@ -288,7 +288,6 @@ class Counting(nn.Module):
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough(1, 2)
 def test_batch_norm_beside_experts_and_their_buffers_are_evaluated_on_any_ranks(world, shared_path):
     torch.manual_seed(5)
     mixture = Experts([Counting() for _ in range(4)], nn.Linear(8, 4), top_k=1)

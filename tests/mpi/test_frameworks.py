@@ -175,9 +175,9 @@ def by_a_future(x, group):
     "function",
     [
         by_messages,
-        pytest.param(in_background, marks=pytest.mark.thorough),
-        pytest.param(in_sync_after_a_break, marks=pytest.mark.thorough),
-        pytest.param(by_a_future, marks=pytest.mark.thorough),
+        in_background,
+        in_sync_after_a_break,
+        by_a_future,
     ],
 )
 def test_collectives_at_graph_breaks_of_compiled_functions(world, function):

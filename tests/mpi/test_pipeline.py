@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from choices import by_default
 from layers import Joins, Splits, Tied
 from one_process import alone
 from samples import BATCH, QUIET, Points
@@ -217,8 +216,7 @@ def freeze(model, is_frozen):
 
 @pytest.mark.thorough
 @pytest.mark.sizes(2, 3)
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("replicas", by_default([1, 2], [2]))
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_layers_of_any_kind_train_as_in_one_process(world, tmp_path, replicas):
     """A module used twice, tuples, changes in place, frozen layers, some without an optimizer.
 

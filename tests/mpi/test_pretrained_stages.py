@@ -80,9 +80,9 @@ def make_task(model, loss=loss_of, **parts):
     ("kind", "is_tied", "replicas"),  # by `--all`, each two of them in every combination
     [
         ("llama", True, 2),
-        pytest.param("qwen3", True, 1, marks=pytest.mark.thorough),
-        pytest.param("llama", False, 1, marks=pytest.mark.thorough),
-        pytest.param("qwen3", False, 2, marks=pytest.mark.thorough),
+        ("qwen3", True, 1),
+        ("llama", False, 1),
+        ("qwen3", False, 2),
     ],
 )
 def test_steps_are_those_of_one_process(world, tmp_path, kind, is_tied, replicas):

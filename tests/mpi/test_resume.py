@@ -190,7 +190,7 @@ def test_a_finished_run_is_unchanged_or_trains_more_epochs(world, folder, capsys
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("other", [pytest.param(6, marks=pytest.mark.thorough), 20])
+@pytest.mark.parametrize("other", [6, 20])
 def test_another_global_batch_trains_all_epochs_and_keeps_the_schedule(world, folder, other):
     run(world, folder, epochs=3, checkpoint_every=1)
     cut_back(world, folder, step=7)  # in mid-epoch

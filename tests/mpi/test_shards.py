@@ -420,7 +420,7 @@ class Weighed:
 
 @pytest.mark.thorough
 @further_sizes
-@pytest.mark.parametrize("is_odd", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("is_odd", [True, False])
 def test_micro_batches_in_which_nothing_counts_add_nothing(train, is_odd):
     weighed = Weighed(is_odd)
     train(
@@ -431,7 +431,7 @@ def test_micro_batches_in_which_nothing_counts_add_nothing(train, is_odd):
 
 @pytest.mark.thorough
 @further_sizes
-@pytest.mark.parametrize("sharded", [pytest.param((), marks=pytest.mark.thorough), (0, 2)])
+@pytest.mark.parametrize("sharded", [(), (0, 2)])
 def test_parameters_are_frozen_and_unfrozen_between_steps(train, sharded):
     model = small(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4))
     model[2].requires_grad_(False)

@@ -607,7 +607,6 @@ class Counter:
 
 @pytest.mark.thorough
 @ALSO_ALONE
-@pytest.mark.thorough(1)
 @OPEN_AND_ALSO_CLOSED
 def test_a_run_is_continued_after_a_break(world, shared_path, is_open):
     def metrics(model, batch):
