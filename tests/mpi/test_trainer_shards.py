@@ -1064,6 +1064,7 @@ def test_a_deleted_model_is_freed_before_the_next_one_has_owners(world, owners):
     """Which are chosen by the memory that is left; of rows, gradients and an optimizer's state."""
     (shards,) = extend_ddp._active
     model = Net()
+    model.never = nn.Linear(1024, 1024).double()  # smaller ones wait for Python's own search
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = adamw(ddp.parameters())
     step_once(ddp, optimizer, *Data(world, True)(0))

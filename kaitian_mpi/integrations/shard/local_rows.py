@@ -91,6 +91,11 @@ class LocalRows:
                 self._parts_of.setdefault(part.parameter, []).append((part, target))
         self.parts = parts  # from now on, other ranks may read them
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes this rank's rows take."""
+        return sum(rows.nbytes for rows in self.targets.values())
+
     def of(self, number: int) -> Sequence[nn.Parameter]:
         """Return this rank's rows of a parameter."""
         return [target for _, target in self.parts_of(number)]

@@ -34,16 +34,20 @@ class ServedRegistry:
         self._served[kind].append(owned)
         weakref.finalize(of, self._deleted.append, (kind, index)).atexit = False
 
-    def free_deleted(self) -> bool:
-        """Free what the script has deleted; return whether there was any.
+    def free_deleted(self) -> int:
+        """Free what the script has deleted; return how many bytes the rows of its models take.
 
         To be called when all ranks have come as far, as another one may read it until then.
         """
-        were_any = bool(self._deleted)
+        rows_bytes = 0
         while self._deleted:
             kind, index = self._deleted.pop()
+            owned = self._served[kind][index]
+            if isinstance(owned, LocalRows):
+                rows_bytes += owned.nbytes
+            del owned  # the last reference to an optimizer's state may be the last to its models
             self._served[kind][index] = None
-        return were_any
+        return rows_bytes
 
     def serve(self, kind: int, index: int, *numbers: int) -> Any:
         """Return what `serve` of the rows or the state returns; `NOT_YET` without an owner.

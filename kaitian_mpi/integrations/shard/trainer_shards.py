@@ -26,6 +26,8 @@ from kaitian_mpi.observe.console import print_rank_0
 from kaitian_mpi.runtime.lifecycle import register_close, unregister_close
 from kaitian_mpi.runtime.polling import WaitContext, sleeping_barrier
 
+_COLLECTED_BYTES = 1 << 20
+
 
 class TrainerShards:
     """What this rank owns of the models that its script wraps in DistributedDataParallel.
@@ -57,6 +59,7 @@ class TrainerShards:
             int, tuple[weakref.ref[torch.Tensor], weakref.ref[OwnedModel]]
         ] = {}
         self._served = ServedRegistry()
+        self._deleted_bytes = 0  # of the rows of deleted models, since Python has looked for these
         self.optimizers = OptimizerRegistry(self.model_of, self._served)
         self.reads = RemoteReads(world.comm, self._serve)
         self._calls = ScriptCalls(world.comm, waits)
@@ -171,8 +174,12 @@ class TrainerShards:
         """Choose the owners of a model, by the ranks' memory. Collective."""
         with self._waits("the other ranks' first forward"):
             sleeping_barrier(self.world.comm)  # one that is not there may read a deleted model
-        if self._served.free_deleted():
-            gc.collect()  # sharded parameters refer to their rows, and these to the parameters
+        self._free_deleted()
+        # Sharded parameters refer to their rows, and these to the parameters, so deleted ones are kept
+        # until Python looks for such. It does so in time: small ones are not worth the wait.
+        if self._deleted_bytes >= _COLLECTED_BYTES:
+            gc.collect()
+            self._deleted_bytes = 0
         self._note_parameters(model)
         optimizers = self.optimizers.of_model(model)
         for optimizer in optimizers:
@@ -203,7 +210,10 @@ class TrainerShards:
     def _backward_done(self) -> None:
         """Free what is older than this backward, which no rank reads any more."""
         self.optimizers.end_backward()
-        self._served.free_deleted()
+        self._free_deleted()
+
+    def _free_deleted(self) -> None:
+        self._deleted_bytes += self._served.free_deleted()
 
     def _read_first(self, *numbers: int) -> Any:
         return self.reads.read(0, FIRST, *numbers)
