@@ -24,8 +24,8 @@ from training import LENGTH, VOCABULARY, make_model
 
 import kaitian_mpi
 from kaitian_mpi.balance.cost_model import CostTable, RankCost, fit
+from kaitian_mpi.balance.fastest_split import plan_fastest
 from kaitian_mpi.balance.rebalancer import RankSteps, Rebalancer
-from kaitian_mpi.balance.shares import plan_fastest
 from kaitian_mpi.devices.pace import Pace
 from kaitian_mpi.mpi.exchange import gather_values
 from kaitian_mpi.mpi.world import World

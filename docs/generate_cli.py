@@ -11,14 +11,14 @@ import re
 import textwrap
 from pathlib import Path
 
-from kaitian_mpi.cli import doctor, env, flags, plan, report, run, supervise, train
+from kaitian_mpi.cli import doctor, env, flags, plan, report, run_flags, supervise, train
 from kaitian_mpi.config import flag_name
 from kaitian_mpi.train.checkpoint.metadata import INVALIDATES, REJECTED, SILENT, Invalidated
 
 TARGET = Path(__file__).with_name("cli.md")
 PARSERS = (
     flags.make_parser(train.PROGRAM),
-    run.make_parser(),
+    run_flags.make_parser(),
     plan.make_parser(),
     report.make_parser(),
     supervise.make_parser(),

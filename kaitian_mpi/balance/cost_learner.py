@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from kaitian_mpi.balance.cost_model import RankCost, fit
+from kaitian_mpi.balance.fastest_split import plan_fastest
 from kaitian_mpi.balance.rebalancer import MAX_GROWTH, MEDIAN_DIFFERENCE, RankSteps
-from kaitian_mpi.balance.shares import plan_fastest
 
 _STEPS_PER_TRIAL = 4
 _MIN_STEPS = 3  # of one batch size, so that a single slow step does not affect the middle half

@@ -17,7 +17,7 @@ from kaitian_mpi.balance.communication import (
     scale_allreduce,
 )
 from kaitian_mpi.balance.cost_model import CostTable, RankCost
-from kaitian_mpi.balance.shares import split_cohorts
+from kaitian_mpi.balance.fastest_split import split_cohorts
 from kaitian_mpi.errors import UserError
 
 MAX_SAMPLES = 10**9  # in a global batch

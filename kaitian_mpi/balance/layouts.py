@@ -16,10 +16,10 @@ from kaitian_mpi.balance.communication import AllreduceCost, ddp_buckets, expose
 from kaitian_mpi.balance.cost_model import CostTable, RankCost
 from kaitian_mpi.balance.expert_plan import place_experts
 from kaitian_mpi.balance.experts import ExpertsJob
+from kaitian_mpi.balance.fastest_split import split_cohorts
 from kaitian_mpi.balance.ownership import BUCKET_CAPS, Need
 from kaitian_mpi.balance.pipeline_cost import Layer, LayerFacts, PipelineJob
 from kaitian_mpi.balance.pipeline_plan import plan_pipeline
-from kaitian_mpi.balance.shares import split_cohorts
 from kaitian_mpi.errors import UserError
 
 REPLICATE = "replicate"

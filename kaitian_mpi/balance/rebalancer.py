@@ -12,7 +12,7 @@ import numpy as np
 
 from kaitian_mpi.balance import portable_math
 from kaitian_mpi.balance.cost_model import MIN_SLOPE, CostTable, RankCost
-from kaitian_mpi.balance.shares import plan_fastest
+from kaitian_mpi.balance.fastest_split import plan_fastest
 
 MAX_GROWTH = 2.0  # a batch that grows more may not fit in memory, which would end the job
 _MIN_GAIN = 0.05

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from kaitian_mpi.cli.flags import OneLineParser
+from kaitian_mpi.cli.run_flags import own_flags
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.supervise.environments import (
     check_devices,
@@ -88,8 +89,6 @@ def plan(options: argparse.Namespace) -> list[str]:
     program = PurePath(*launcher.arguments[:1]).name
     flags: Sequence[str] = launcher.arguments[1:]
     if program == RUN:
-        from kaitian_mpi.cli.run import own_flags
-
         flags = own_flags(flags)
     check_devices(program, flags, environments)
     words, hosts = expand(launcher, read_hosts(launcher)[0], environments)

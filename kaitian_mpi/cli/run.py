@@ -14,13 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kaitian_mpi.cli.flags import (
-    OneLineParser,
-    add_flags,
-    add_launch_flags,
-    start_mpirun_if_requested,
-)
+from kaitian_mpi.cli.flags import start_mpirun_if_requested
 from kaitian_mpi.cli.logs import configure_logging
+from kaitian_mpi.cli.run_flags import PROGRAM, make_parser, own_flags
 from kaitian_mpi.cli.train import hide_unused_devices
 from kaitian_mpi.devices.choice import LIBRARY_VARIABLE, SHARE_VARIABLE
 from kaitian_mpi.devices.emulation import KINDS_VARIABLE, SLOWDOWN_VARIABLE
@@ -41,12 +37,6 @@ if TYPE_CHECKING:
 
     from kaitian_mpi.mpi.topology import RankInfo
     from kaitian_mpi.mpi.world import World
-
-PROGRAM = "kaitian-run"
-SECTIONS = {
-    "devices and communication": "devices share_device vendor_library group_by network_interface",
-    "emulation and output": "emulate_kinds emulate_slowdown emulate_memory log_level",
-}
 
 
 def main() -> None:
@@ -134,54 +124,6 @@ def extend_torch(world: World, chosen: argparse.Namespace) -> Callable[[], None]
 
     settings = LayoutSettings(chosen.layout, chosen.shard_parameters, chosen.emulate_memory or "")
     return Installed(world, settings, adaptive.waiting if adaptive else None).end
-
-
-def make_parser() -> OneLineParser:
-    """Return the command's parser; arguments after the script's name are passed to the script."""
-    parser = OneLineParser(
-        PROGRAM,
-        "Run a torch.distributed script on every rank.",
-        f"{PROGRAM} -n 4 --backend-override nccl,gloo train.py --lr 0.1",
-    )
-    add_launch_flags(parser)
-    parser.add(
-        "--backend-override",
-        "backends that kaitian replaces in the script, such as nccl,gloo",
-        "LIST",
-    )
-    parser.add("--adaptive", "divide the batches of the script's trainer by the ranks' speed")
-    parser.add_argument(
-        "--layout",
-        choices=("replicate", "shard", "auto"),
-        default="replicate",
-        help="shard: each rank keeps gradients and optimizer state of its rows only, by its "
-        "memory, and parameters, too, if they fit no rank whole; auto: shard if a replica does "
-        "not fit every rank",
-    )
-    parser.add(
-        "--shard-parameters",
-        "with --layout shard: keep only its own rows of large parameters on each rank, even if "
-        "they fit whole, which leaves more memory to activations",
-    )
-    add_flags(parser, SECTIONS)
-    parser.add_argument(
-        "-m",
-        "--module",
-        action="store_true",
-        help="run a module or package by its name in place of a file, as python -m does",
-    )
-    parser.add_argument("script", help="the Python file to run; with -m, the module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    return parser
-
-
-def own_flags(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the arguments of this command before the script's name."""
-    chosen = make_parser().parse_args(arguments)
-    end = len(arguments) - len(chosen.arguments)
-    while arguments[end - 1] != chosen.script:  # argparse has dropped a "--" after it
-        end -= 1
-    return arguments[: end - 1]
 
 
 def set_environment(environ: Any, rank: int, hosts: Sequence[str], port: int, run_id: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kaitian_mpi.cli import run
+from kaitian_mpi.cli import run_flags
 from kaitian_mpi.cli.flags import OneLineParser, launch_flags_in, parse_config
 from kaitian_mpi.cli.logs import configure_logging
 from kaitian_mpi.config import TrainConfig
@@ -191,8 +191,8 @@ def read_flags(command: Command) -> tuple[Sequence[str], TrainConfig]:
     """
     flags: Sequence[str] = command.arguments
     if command.program == RUN:
-        chosen = run.make_parser().parse_args(flags)
-        flags = run.own_flags(flags)
+        chosen = run_flags.make_parser().parse_args(flags)
+        flags = run_flags.own_flags(flags)
     if given := launch_flags_in(flags):
         raise UserError(
             f"{given[0]} of {command.program} starts mpirun itself; write mpirun before "

@@ -20,8 +20,9 @@ import numpy as np
 
 from kaitian_mpi.balance.cost_learner import CostLearner
 from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.fastest_split import plan_fastest
 from kaitian_mpi.balance.rebalancer import MAX_GROWTH, RankSteps, Rebalancer
-from kaitian_mpi.balance.shares import apportion, plan_fastest
+from kaitian_mpi.balance.shares import apportion
 from kaitian_mpi.balance.stragglers import StragglerDetector
 from kaitian_mpi.integrations.adaptive_plan import AdaptivePlan
 

@@ -14,7 +14,8 @@ from rank_steps import rank_steps
 
 from kaitian_mpi.balance.cost_learner import CostLearner
 from kaitian_mpi.balance.cost_model import RankCost
-from kaitian_mpi.balance.shares import plan_equal, plan_fastest
+from kaitian_mpi.balance.fastest_split import plan_fastest
+from kaitian_mpi.balance.shares import plan_equal
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.observe.run_folder import DiskFolder

@@ -10,14 +10,12 @@ import pytest
 from choices import by_default
 
 from kaitian_mpi.balance.cost_model import CostTable, RankCost, fit, is_settled, scores
+from kaitian_mpi.balance.fastest_split import fastest_split, plan_fastest, split_cohorts
 from kaitian_mpi.balance.shares import (
     apportion,
-    fastest_split,
     merge_small,
     plan_by_paper,
     plan_equal,
-    plan_fastest,
-    split_cohorts,
     split_micro_batches,
 )
 from kaitian_mpi.errors import UserError

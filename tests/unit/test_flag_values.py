@@ -12,7 +12,7 @@ import pytest
 from mistakes import one_line_error
 from torch import nn
 
-from kaitian_mpi.cli import flags, plan, run, supervise, train
+from kaitian_mpi.cli import flags, plan, run_flags, supervise, train
 from kaitian_mpi.cli.flags import make_parser, parse_config
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
@@ -43,7 +43,10 @@ COMMANDS = {
     "kaitian-train": (make_parser("kaitian-train"), lambda words: parse_config("train", words)),
     "kaitian-supervise": (supervise.make_parser(), supervise_options),
     "kaitian-plan": (plan.make_parser(), plan_options),
-    "kaitian-run": (run.make_parser(), lambda words: run.make_parser().parse_args([*words, "x"])),
+    "kaitian-run": (
+        run_flags.make_parser(),
+        lambda words: run_flags.make_parser().parse_args([*words, "x"]),
+    ),
 }
 FLAGS = [
     (command, action.option_strings[0], action.dest)
@@ -57,7 +60,7 @@ FLAGS = [
 def parsers_made_once():
     """Let a command use one parser for all values: to make it takes longer than to parse."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (flags, plan, run, supervise):
+        for module in (flags, plan, run_flags, supervise):
             patch.setattr(module, "make_parser", cache(module.make_parser))
         yield
 

@@ -13,8 +13,8 @@ from rebalancer_cases import run
 
 from kaitian_mpi.balance import portable_math
 from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.fastest_split import plan_fastest
 from kaitian_mpi.balance.rebalancer import Rebalancer, SpeedMonitors
-from kaitian_mpi.balance.shares import plan_fastest
 from kaitian_mpi.balance.stragglers import COMMUNICATION, COMPUTE, DATA, StragglerDetector
 
 SEEN = np.array([True])

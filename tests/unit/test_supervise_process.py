@@ -413,8 +413,9 @@ def test_ranks_are_found_by_their_job_id(tmp_path):
     assert ask() == frozenset()
 
 
-def test_neither_torch_nor_mpi_is_imported(place):
+def test_neither_torch_nor_mpi_nor_numpy_is_imported(place):
     script = (
-        "import sys, kaitian_mpi.cli.supervise\nsys.exit(len({'torch', 'mpi4py'} & {*sys.modules}))"
+        "import sys, kaitian_mpi.cli.supervise\n"
+        "sys.exit(len({'torch', 'mpi4py', 'numpy'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

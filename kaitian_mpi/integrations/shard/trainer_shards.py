@@ -175,7 +175,7 @@ class TrainerShards:
         with self._waits("the other ranks' first forward"):
             sleeping_barrier(self.world.comm)  # one that is not there may read a deleted model
         self._free_deleted()
-        # Sharded parameters refer to their rows, and these to the parameters, so deleted ones are kept
+        # Sharded parameters refer to their rows, and these to the parameters, so deleted ones stay
         # until Python looks for such. It does so in time: small ones are not worth the wait.
         if self._deleted_bytes >= _COLLECTED_BYTES:
             gc.collect()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from kaitian_mpi.balance.communication import FREE, AllreduceCost, exposed_seconds
 from kaitian_mpi.balance.cost_model import RankCost
+from kaitian_mpi.balance.fastest_split import fastest_split, plan_fastest
 from kaitian_mpi.balance.forecast import Cohort, forecast
-from kaitian_mpi.balance.shares import fastest_split, plan_fastest
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kaitian_mpi.balance.cost_model import RankCost, scores
-from kaitian_mpi.balance.shares import plan_by_paper, plan_equal, plan_fastest
+from kaitian_mpi.balance.fastest_split import plan_fastest
+from kaitian_mpi.balance.shares import plan_by_paper, plan_equal
 from kaitian_mpi.config import TrainingConfig
 from kaitian_mpi.errors import AgreedError, UserError
 from kaitian_mpi.mpi.exchange import agree_on_errors, gather_values
