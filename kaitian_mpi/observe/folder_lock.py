@@ -1,5 +1,7 @@
 """Locks on folders: one job at a time trains in a run folder, one process at a time saves there.
 
+A third one shows that a state is being collected, to be saved there.
+
 A folder is locked by a lock on a file in it. The lock ends with the process that holds it, however
 the process ends, and every host that shares the file system sees it. A file system without locks
 gives no protection.
@@ -10,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -25,8 +28,10 @@ _log = logging.getLogger(__name__)
 
 _JOB = ".job"
 _SAVING = ".lock"
+_COLLECTING = ".collecting"
 _PATIENCE_SEC = 0.5  # a job that only checks whether the folder is free locks it for a moment
 _POLL_SEC = 0.1  # on a network file system, each lock request is a message to its server
+_PROGRESS_SEC = 0.5  # and so is each change of a file's time
 
 
 class _Lock:
@@ -125,6 +130,53 @@ def saving_in(folder: Path) -> Iterator[None]:
 def is_saving_in(folder: Path) -> bool:
     """Return whether another process saves in a folder, which need not exist."""
     return _is_locked(folder / _SAVING)
+
+
+class _CollectionLock(_Lock):
+    """Held while a state is being collected; its file's time shows when a piece last arrived."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / _COLLECTING)
+        self._shown_at = -math.inf
+
+    def show_progress(self) -> None:
+        """Show that a piece has arrived, unless that was shown a moment ago."""
+        now = time.monotonic()
+        if self._descriptor >= 0 and now - self._shown_at >= _PROGRESS_SEC:
+            self._shown_at = now
+            with suppress(OSError):
+                os.utime(self._descriptor)
+
+
+@contextmanager
+def collecting_in(folder: Path | None) -> Iterator[Callable[[], None]]:
+    """Show that this process collects a state to be saved in a folder; None: show nothing.
+
+    Yields:
+        A function to be called when a piece of the state has arrived. A supervisor that is to stop
+        the job waits as long as this happens.
+    """
+    lock = _CollectionLock(folder or Path())
+    if folder is not None:
+        lock.take()
+    try:
+        yield lock.show_progress
+    finally:
+        lock.close()
+
+
+def collection_progress(folder: Path) -> int | None:
+    """Return a number that changes as another process collects a state to be saved in a folder.
+
+    None if none does, or the process that did has ended. The folder need not exist.
+    """
+    path = folder / _COLLECTING
+    if not _is_locked(path):
+        return None
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # it has just ended
+        return None
 
 
 def wait_for_save(folder: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,7 +19,7 @@ import psutil
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.observe import folders
 from kaitian_mpi.observe.files import read_last_lines
-from kaitian_mpi.observe.folder_lock import is_saving_in, wait_for_save
+from kaitian_mpi.observe.folder_lock import collection_progress, is_saving_in, wait_for_save
 from kaitian_mpi.preflight.verdict import list_names
 from kaitian_mpi.runtime.launcher import SUPERVISED, SUPERVISED_FOLDER
 from kaitian_mpi.runtime.mpi_libraries import LIBRARIES, NOTICE_DEAD_HOSTS
@@ -35,7 +36,8 @@ _HANDLED = (*_STOPS, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SEC = 0.1
 _CHECK_SEC = 0.5
 _GRACE_SEC = 2.0
-# A request is seen after a step and agreed on after the next one. Then parts are collected.
+# A request is seen after a step and agreed on after the next one. Then parts are collected, each
+# piece within the same time.
 _SAVE_SEC = 60.0
 _SAVE_STEPS = 4
 _END_SEC = 20.0  # from the end of a checkpoint to that of mpirun
@@ -73,6 +75,8 @@ class JobRunner:
         self._missed = 0  # a stop signal received while there was no child
         self._is_asked = False  # whether SIGUSR2 has asked the job to save and end
         self._stop_at = float("inf")  # when the stop signal is forwarded
+        self._save_limit_sec = 0.0  # how long the job may take to begin to save, or for a piece
+        self._collected: int | None = None  # the last progress seen of a collection
         self._before: dict[int, Any] = {}
 
     def replace_job(self, job: JobCommand) -> None:
@@ -151,15 +155,32 @@ class JobRunner:
                 limit_sec = min(2 * limit_sec, _MAX_HANG_SEC)
 
     def _terminate_unless_saving(self, child: subprocess.Popen[bytes]) -> float:
-        """Forward the stop signal if no checkpoint is being written; return when to try again."""
-        if is_saving_in(self.job.folder / "checkpoints"):
-            if not self._reported_saving:
-                self._reported_saving = True
-                self.report("the job is writing a checkpoint; a second signal ends it at once")
-            return time.monotonic() + _END_SEC
-        self.report("the job has not saved in time; terminating it (the last checkpoint is kept)")
-        child.send_signal(self.stopped)
-        return float("inf")
+        """Forward the stop signal if no checkpoint is being saved; return when to try again.
+
+        A write is waited for however long it takes; a collection of the state while it advances:
+        a rank that hangs would hold it up forever.
+        """
+        folder = self.job.folder / "checkpoints"
+        if is_saving_in(folder):
+            wait_sec = _END_SEC
+        elif self._collects_more(folder):
+            wait_sec = self._save_limit_sec
+        else:
+            self.report(
+                "the job has not saved in time; terminating it (the last checkpoint is kept)"
+            )
+            child.send_signal(self.stopped)
+            return float("inf")
+        if not self._reported_saving:
+            self._reported_saving = True
+            self.report("the job is saving a checkpoint; a second signal ends it at once")
+        return time.monotonic() + wait_sec
+
+    def _collects_more(self, folder: Path) -> bool:
+        """Return whether a state is being collected, more of it than when last asked."""
+        before = self._collected
+        self._collected = collection_progress(folder)
+        return self._collected is not None and self._collected != before
 
     def _continues_elsewhere(self) -> bool:
         """Return whether ranks on other hosts continue without those on this machine.
@@ -230,11 +251,11 @@ class JobRunner:
         if child is None:
             self._missed = self.stopped
         elif is_first and number in _STOPS and self._has_divided_state():
-            limit_sec = _SAVE_SEC + _SAVE_STEPS * self._step_sec()
-            self._stop_at = time.monotonic() + limit_sec
+            self._save_limit_sec = _SAVE_SEC + _SAVE_STEPS * self._step_sec()
+            self._stop_at = time.monotonic() + self._save_limit_sec
             self.report(
-                f"asking the job to save and end, within {limit_sec:.0f} s or once it has written "
-                "a checkpoint; a second signal ends it at once"
+                f"asking the job to save and end, within {self._save_limit_sec:.0f} s or once it "
+                "has written a checkpoint; a second signal ends it at once"
             )
             self.request_restart()
         else:

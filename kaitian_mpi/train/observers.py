@@ -236,8 +236,8 @@ class Metrics(StepObserver):
         print_rank_0(self._world, line)
         if means:
             run.sinks.on_evaluation(_figures(run, epoch, means))
-        with run.saving(self._world):
-            model, fault = run.state.collect_model(self._world, run.setup.path)
+        with run.saving(self._world) as on_piece:
+            model, fault = run.state.collect_model(self._world, run.setup.path, on_piece)
             if fault is not None:
                 run.setup.folder.log_unsaved_model(fault)
             elif run.owns_files:

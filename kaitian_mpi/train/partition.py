@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -95,10 +95,16 @@ class Partition:
         """
         return model, optimizers
 
-    def collect(self, world: World, folder: Path | None, only_values: bool = False) -> Collected:
+    def collect(
+        self,
+        world: World,
+        folder: Path | None,
+        only_values: bool = False,
+        on_piece: Callable[[], None] = lambda: None,
+    ) -> Collected:
         """Return all of the state on rank 0, or if `only_values` that of the model. Collective.
 
         What rank 0 does not have itself is in files without a name in `folder`, and takes no
-        memory.
+        memory. Whenever a piece of that is there, `on_piece` is called.
         """
         return Collected(self.model_state(), self.optimizer_states(), None)

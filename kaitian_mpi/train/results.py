@@ -35,13 +35,14 @@ class Results:
         run = self._run
         world = self._world
         fault = ""
-        model, why = run.state.collect_model(world, run.setup.path)
-        if world.rank == 0:
-            try:
-                self._write(model, why)
-            except StorageError as error:
-                fault = f"training is done, but {error}; {self._keep()}"
-        del model  # which may be mapped files
+        with run.saving(world) as on_piece:
+            model, why = run.state.collect_model(world, run.setup.path, on_piece)
+            if world.rank == 0:
+                try:
+                    self._write(model, why)
+                except StorageError as error:
+                    fault = f"training is done, but {error}; {self._keep()}"
+            del model  # which may be mapped files
         fault = gather_values(world.comm, fault)[0]
         if fault:
             run.fault = AgreedError(fault, StorageError.exit_code)

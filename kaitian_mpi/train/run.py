@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -21,6 +21,7 @@ from kaitian_mpi.mpi.exchange import SAME_SETTINGS, agree_on_errors, check_same,
 from kaitian_mpi.mpi.topology import RankInfo
 from kaitian_mpi.mpi.world import World
 from kaitian_mpi.observe.console import show_topology, warn_rank_0
+from kaitian_mpi.observe.folder_lock import collecting_in
 from kaitian_mpi.observe.run_folder import NoFolder, check_run_folder
 from kaitian_mpi.observe.sink import MetricsSink, Sinks
 from kaitian_mpi.runtime.launcher import SUPERVISED
@@ -143,15 +144,18 @@ class Run:
         )
 
     @contextmanager
-    def saving(self, world: World) -> Iterator[None]:
+    def saving(self, world: World) -> Iterator[Callable[[], None]]:
         """Return the context of saving, whose memory is not counted in `peak_bytes`.
 
-        It maps files, which would count as memory of a device that is the host.
+        It maps files, which would count as memory of a device that is the host. A supervisor sees
+        that the job is saving: the result is to be called as pieces of other ranks' state arrive.
         """
         device = world.device_kind
         index = world.device_index
         self.peak_bytes = max(self.peak_bytes, device.memory_peak_bytes(index))
-        yield
+        writer = self.checkpoints.on_disk if self.owns_files else None
+        with collecting_in(None if writer is None else writer.files.folder) as on_piece:
+            yield on_piece
         device.restart_memory_peak(index)
 
     def describe_memory(self, world: World, with_peak: bool = False) -> Any:

@@ -158,8 +158,10 @@ class Saving(StepObserver):
         self._has_reported = False
         if self._checkpoints.on_disk is not None:
             enter_phase("saving a checkpoint", waits=True, limited=False)
-            with self._run.saving(self._world):
-                self._checkpoints.save(self._world, self._run.state, self._metadata(), score)
+            with self._run.saving(self._world) as on_piece:
+                self._checkpoints.save(
+                    self._world, self._run.state, self._metadata(), score, on_piece
+                )
             self._run.request.is_made = False  # only now: a rank may be lost meanwhile
 
     @property

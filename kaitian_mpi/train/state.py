@@ -125,21 +125,24 @@ class State:
             parameter.grad = None
         self.partition.zero_gradients()
 
-    def collect(self, world: World, folder: Path | None) -> tuple[dict[str, Any], OSError | None]:
+    def collect(
+        self, world: World, folder: Path | None, on_piece: Callable[[], None] = lambda: None
+    ) -> tuple[dict[str, Any], OSError | None]:
         """Return on rank 0 the whole state as `shared` does, or why it is not whole. Collective.
 
-        What rank 0 does not have itself takes no memory, but space in `folder`.
+        What rank 0 does not have itself takes no memory, but space in `folder`; `on_piece` is
+        called there whenever a piece of it has arrived.
         """
-        model, optimizers, fault = self.partition.collect(world, folder)
+        model, optimizers, fault = self.partition.collect(world, folder, on_piece=on_piece)
         return self._shared(model, optimizers), fault
 
     def collect_model(
-        self, world: World, folder: Path | None
+        self, world: World, folder: Path | None, on_piece: Callable[[], None] = lambda: None
     ) -> tuple[dict[str, Any], OSError | None]:
         """Return the whole model's `state_dict` as `collect` does. Collective."""
         if not self.partition.owned:
             return self.model_state(), None
-        collected = self.partition.collect(world, folder, only_values=True)
+        collected = self.partition.collect(world, folder, only_values=True, on_piece=on_piece)
         return collected.model, collected.fault
 
     def replicas(self) -> list[torch.Tensor]:

@@ -128,8 +128,16 @@ def broadcast_state(
     return get_state(share, receives, into, on_host=True)
 
 
-def send_state(comm: MPI.Intracomm, state: Any, source: int, target: int) -> Any:
+def send_state(
+    comm: MPI.Intracomm,
+    state: Any,
+    source: int,
+    target: int,
+    on_piece: Callable[[], None] = lambda: None,
+) -> Any:
     """Send a state from one rank to another. Collective over these two; the others do nothing.
+
+    On rank `target`, `on_piece` is called whenever a piece of it has arrived.
 
     Returns:
         The state on rank `target`, with its tensors in new host memory; None on the others.
@@ -138,7 +146,12 @@ def send_state(comm: MPI.Intracomm, state: Any, source: int, target: int) -> Any
         put_state(state, partial(comm.Send, dest=target, tag=tags.STATE))
     if comm.rank != target:
         return None
-    return get_state(partial(comm.Recv, source=source, tag=tags.STATE))
+
+    def receive(buffer: np.ndarray) -> None:
+        comm.Recv(buffer, source, tags.STATE)
+        on_piece()
+
+    return get_state(receive)
 
 
 def put_state(state: Any, put: Callable[[np.ndarray], None]) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import kaitian_mpi
 from kaitian_mpi import Task, Training
+from kaitian_mpi.train.layouts.shard import row_states
 
 
 class Deep(nn.Module):
@@ -57,6 +59,24 @@ def chain(width: int = 512, layers: int = 57):
     blocks = [Residual(width) for _ in range(layers)]
     model = nn.Sequential(nn.Linear(16, width), *blocks, nn.Linear(width, 4))
     return Task(**{**vars(build(4, 1)), "model": model, "name": ""})
+
+
+def slow_to_collect(hangs: bool = False):
+    """Return a task in shards, each of which arrives a second late at rank 0.
+
+    If it `hangs`, no other arrives after the third.
+    """
+    real_send = row_states.send_state
+    sent = []
+
+    def send_late(comm, state, source, *others):
+        if comm.rank == source:
+            sent.append(source)
+            time.sleep(900 if hangs and len(sent) > 3 else 1)
+        return real_send(comm, state, source, *others)
+
+    row_states.send_state = send_late
+    return build(32, 3)
 
 
 def exact_chain(width: int = 256, layers: int = 8, device_mb: float = 0):

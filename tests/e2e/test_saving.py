@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -46,8 +47,8 @@ def test_sigusr1_and_sigusr2_save_a_checkpoint_and_the_second_ends_the_job(tmp_p
 
 
 class SupervisedJob(jobs.Job):
-    def __init__(self, *mpirun, cwd):
-        self._start("kaitian-supervise", *jobs.forked(mpirun), cwd=cwd, env={})
+    def __init__(self, *mpirun, cwd, supervisor=("kaitian-supervise",)):
+        self._start(*supervisor, *jobs.forked(mpirun), cwd=cwd, env={})
 
 
 def test_a_supervised_job_that_has_its_state_in_parts_saves_all_at_sigterm(tmp_path):
@@ -60,6 +61,31 @@ def test_a_supervised_job_that_has_its_state_in_parts_saves_all_at_sigterm(tmp_p
     saved = int(jobs.newest_checkpoint(tmp_path).stem[5:])
     assert saved == jobs.read_readings(tmp_path / "run")[-1]["step"]
     assert f"step {saved} is saved, and the job ends" in ended.text
+
+
+# Of a minute and 4 steps, this leaves 5 s and 4 steps.
+IMPATIENT = """
+import kaitian_mpi.cli.supervise, kaitian_mpi.supervise.job_runner as job_runner
+job_runner._SAVE_SEC = 5
+kaitian_mpi.cli.supervise.main()
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("hangs", [False, True], ids=["slow", "hangs"])
+def test_a_supervised_job_may_collect_its_parts_for_as_long_as_they_arrive(tmp_path, hangs):
+    mpirun = "mpirun -np 2 kaitian-train --task planted_large:slow_to_collect --epochs 900".split()
+    mpirun += "--global-batch-size 24 --layout shard".split()
+    mpirun += ["--set", f"hangs={str(hangs).lower()}"]
+    supervisor = sys.executable, "-c", IMPATIENT
+    with SupervisedJob(*mpirun, *jobs.EVEN, cwd=tmp_path, supervisor=supervisor) as job:
+        job.wait_for(r"step \d+/")
+        job.process.terminate()
+        ended = job.finish(code=128 + signal.SIGTERM)
+    assert "the job is saving a checkpoint; a second signal ends it at once" in ended.text
+    assert ("the job has not saved in time; terminating it" in ended.text) is hangs
+    assert ("is saved, and the job ends" in ended.text) is not hangs
+    assert bool(jobs.steps_saved(tmp_path)) is not hangs
 
 
 def prefer(job):

@@ -122,7 +122,10 @@ def compare_with_one_process(run, initial, taken, tmp_path):
     data = run.setup.train
     task = Task(**{**vars(run.task), "model": initial})
     expected, optimizers, _ = alone(run.world, task, [data[indices] for indices in taken])
-    shared, _ = run.state.collect(run.world, tmp_path)
+    pieces = itertools.count()
+    shared, _ = run.state.collect(run.world, tmp_path, lambda: next(pieces))
+    others_own = any(ranks[0] != 0 for ranks in run.state.partition.owners)
+    assert (next(pieces) > 0) is (run.world.rank == 0 and others_own)
     if run.world.rank == 0:
         for name, value in expected.state_dict().items():
             torch.testing.assert_close(shared["model"][name], value, rtol=1e-10, atol=1e-10)

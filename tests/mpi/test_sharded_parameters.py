@@ -81,7 +81,9 @@ def check(world, run, task, initial, taken, tmp_path):
         Task(**{**vars(task), "model": initial, "validation": None}),
         [run.setup.train[indices] for indices in taken],
     )
-    state, _ = run.state.collect(world, tmp_path)
+    pieces = itertools.count()
+    state, _ = run.state.collect(world, tmp_path, lambda: next(pieces))
+    assert (next(pieces) > 0) is (world.rank == 0)
     if world.rank == 0:
         compare(dict(state["model"]), dict(expected.state_dict()))
         for own, other in zip(state["optimizers"], optimizers, strict=True):

@@ -13,25 +13,34 @@ from mistakes import one_line_error
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.observe.folder_lock import Claim, check_unclaimed, saving_in, wait_for_save
+from kaitian_mpi.observe.folder_lock import (
+    Claim,
+    check_unclaimed,
+    collecting_in,
+    collection_progress,
+    saving_in,
+    wait_for_save,
+)
 from kaitian_mpi.observe.run_folder import open_run_folder
+from kaitian_mpi.runtime.polling import wait_until
 
 LONGEST_SEC = 120
 # Trains or saves in the folder until it is told to end; writes `done` just before.
 HOLDER = """
 import sys
 from pathlib import Path
-from kaitian_mpi.observe.folder_lock import Claim, saving_in
+from kaitian_mpi.observe.folder_lock import Claim, collecting_in, saving_in
 folder = Path(sys.argv[1])
 folder.mkdir(exist_ok=True)
 if sys.argv[2] == "trains":
     claim = Claim(folder, "job")
     (folder / "config.json").touch()
 else:
-    saving = saving_in(folder)
-    saving.__enter__()
+    saving = saving_in(folder) if sys.argv[2] == "saves" else collecting_in(folder)
+    on_piece = saving.__enter__()
 print("holds", flush=True)
-sys.stdin.readline()
+while sys.stdin.readline().strip() == "piece":
+    on_piece()
 (folder / "done").touch()
 claim.close() if sys.argv[2] == "trains" else saving.__exit__(None, None, None)
 """
@@ -175,3 +184,29 @@ def test_a_writer_that_was_killed_is_not_waited_for(tmp_path, writer, caplog):
     with saving_in(tmp_path):
         pass
     assert os.listdir(tmp_path) == []
+
+
+def test_a_collection_is_seen_while_its_process_lives_and_so_is_its_progress(tmp_path):
+    assert collection_progress(tmp_path / "none") is None
+    with other_process(tmp_path, "collects") as collector:
+        begun = collection_progress(tmp_path)
+        assert begun is not None
+        assert collection_progress(tmp_path) == begun
+        collector.stdin.write("piece\n")
+        collector.stdin.flush()
+        assert wait_until(lambda: collection_progress(tmp_path) > begun, LONGEST_SEC)
+        with collecting_in(
+            tmp_path
+        ) as on_piece:  # as another rank after a loss: nobody is waited for
+            on_piece()
+        assert collection_progress(tmp_path) is not None
+        collector.kill()
+        collector.wait()
+        assert collection_progress(tmp_path) is None
+    with other_process(tmp_path, "collects") as collector:  # though the killed one left its file
+        assert collection_progress(tmp_path) is not None
+        collector.communicate("end\n")
+    assert collection_progress(tmp_path) is None
+    assert os.listdir(tmp_path) == ["done"]
+    with collecting_in(None) as on_piece:
+        on_piece()

@@ -254,7 +254,52 @@ kaitian_mpi.cli.supervise.main()
         _, err = supervisor.communicate(timeout=LONGEST_SEC)
     assert supervisor.returncode == 128 + signal.SIGTERM, err
     assert not (place / "got").exists()
-    assert err.count("the job is writing a checkpoint; a second signal ends it at once") == 1
+    assert err.count("the job is saving a checkpoint; a second signal ends it at once") == 1
+
+
+# Collects a state for some seconds, or hangs after the first piece, and then saves it.
+COLLECTOR = """
+import sys, time
+from pathlib import Path
+from kaitian_mpi.observe.folder_lock import collecting_in
+with collecting_in(Path("run/checkpoints")) as on_piece:
+    on_piece()
+    Path("collecting").touch()
+    until = time.monotonic() + 6
+    while sys.argv[1] == "hangs" or time.monotonic() < until:
+        time.sleep(0.1)
+        sys.argv[1] == "hangs" or on_piece()
+    Path("saved").touch()
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("collection", ["advances", "hangs"])
+def test_mpirun_gets_no_stop_signal_while_a_state_is_collected_unless_that_hangs(place, collection):
+    (place / "collector.py").write_text(COLLECTOR)
+    script = f"""cat metrics > run/metrics.jsonl; mkdir -p run/checkpoints
+    {sys.executable} collector.py {collection} > /dev/null 2>&1 & collector=$!
+    trap 'echo got >> got; kill $collector; exit 7' TERM
+    {WAIT.replace("do ", "do [ -e saved ] && exit 0; ")}"""
+    (place / "metrics").write_text(METRICS)
+    program = """
+import kaitian_mpi.cli.supervise, kaitian_mpi.supervise.job_runner as job_runner
+job_runner._SAVE_SEC = -8
+kaitian_mpi.cli.supervise.main()
+"""
+    write_script(place / "mpirun", MPIRUN + script)
+    words = "./mpirun -np 2 kaitian-train --layout shard --run-dir=run".split()
+    command, err = [sys.executable, "-c", program, *words], subprocess.PIPE
+    with subprocess.Popen(command, cwd=place, stderr=err, text=True) as supervisor:
+        wait_for(place / "collecting")
+        wait_for(place / "ready")
+        supervisor.terminate()
+        _, err = supervisor.communicate(timeout=LONGEST_SEC)
+    assert supervisor.returncode == 128 + signal.SIGTERM, err
+    assert err.count("the job is saving a checkpoint; a second signal ends it at once") == 1
+    hangs = collection == "hangs"
+    assert ((place / "got").exists(), (place / "saved").exists()) == (hangs, not hangs), err
+    assert ("the job has not saved in time" in err) is hangs
 
 
 def test_sigusr1_is_forwarded_and_ends_nothing(place):

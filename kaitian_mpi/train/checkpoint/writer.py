@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,19 @@ class Checkpoints:
         self.writers = [writer for writer in (self.on_disk, self.in_memory) if writer is not None]
 
     def save(
-        self, world: World, state: State, metadata: RunMetadata, score: float | None = None
+        self,
+        world: World,
+        state: State,
+        metadata: RunMetadata,
+        score: float | None = None,
+        on_piece: Callable[[], None] = lambda: None,
     ) -> None:
-        """Save the state in the run folder; there must be one. Collective."""
+        """Save the state in the run folder; there must be one. Collective.
+
+        On rank 0, `on_piece` is called whenever a piece of what other ranks have has arrived.
+        """
         self.saved_at = time.monotonic()
-        shared, fault = state.collect(world, self._folder)
+        shared, fault = state.collect(world, self._folder, on_piece)
         gathered = gather_bytes(world.comm, to_bytes(state.rank_state()))
         if world.rank == 0 and self.on_disk is not None:
             rank_states = [from_bytes(content) for content in gathered]

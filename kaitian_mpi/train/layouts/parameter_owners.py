@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +149,13 @@ class ParameterOwners(DividedState[int]):
                 for buffer, value in zip(buffers, received, strict=True):
                     buffer.copy_(value)
 
-    def collect(self, world: World, folder: Path | None, only_values: bool = False) -> Collected:
+    def collect(
+        self,
+        world: World,
+        folder: Path | None,
+        only_values: bool = False,
+        on_piece: Callable[[], None] = lambda: None,
+    ) -> Collected:
         self.share_buffers(world)
         spool = Spool(folder)
         values: dict[int, torch.Tensor] = {}
@@ -160,13 +166,14 @@ class ParameterOwners(DividedState[int]):
             if world.rank == source:
                 content = (self._value(number), {} if only_values else self._state(number))
             if source != 0:
-                content = send_state(world.comm, content, source, 0)
+                content = send_state(world.comm, content, source, 0, on_piece)
             if world.rank != 0:
                 continue
             values[number], states[number] = content
             if source != 0:  # the host's memory may not hold all that is received
                 values[number] = _spooled(values[number], spool)
                 states[number] = {k: _spooled(item, spool) for k, item in states[number].items()}
+                on_piece()
         optimizers = self._with_states(states) if world.rank == 0 else self.optimizer_states()
         return Collected(self._with_values(values), optimizers, spool.fault)
 

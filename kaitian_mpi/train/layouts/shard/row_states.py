@@ -34,6 +34,7 @@ def move_states(
     held: Mapping[Key, dict[str, Any]],
     wanted: Iterable[tuple[Key, int]],
     keep: Keep,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> dict[Key, dict[str, Any]]:
     """Return the states that this rank wants, from the ranks that have them. Collective.
 
@@ -42,6 +43,7 @@ def move_states(
         held: this rank's states.
         wanted: what each is of, and which rank wants it; the same on every rank.
         keep: is given the rows of each tensor.
+        on_piece: called whenever a piece of what this rank wants has arrived or is kept.
     """
     sources = find_sources(comm, held)
     states: dict[Key, dict[str, Any]] = {}
@@ -53,10 +55,11 @@ def move_states(
                 source_key = key[0], source.begin, source.end
                 piece = cut_state(held[source_key], source_key, rows)
             if source.rank != target:
-                piece = send_state(comm, piece, source.rank, target)
+                piece = send_state(comm, piece, source.rank, target, on_piece)
             pieces.append(piece)
         if comm.rank == target:
             states[key] = join_states([piece for piece in pieces if piece is not None], keep)
+            on_piece()
     return states
 
 

@@ -8,7 +8,7 @@ same, so that all of the state is left after a rank is lost.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -250,13 +250,20 @@ class Shards(DividedState[Part]):
                 )
             target.data = rows
 
-    def collect(self, world: World, folder: Path | None, only_values: bool = False) -> Collected:
+    def collect(
+        self,
+        world: World,
+        folder: Path | None,
+        only_values: bool = False,
+        on_piece: Callable[[], None] = lambda: None,
+    ) -> Collected:
         whole = [self._whole(number) for number in sorted({*self._numbers, *self.owned})]
         self.wait_for_values()
         spool = Spool(folder)
         wanted = [(key, 0) for key in whole]
-        states = move_states(world.comm, {} if only_values else self._held(), wanted, spool.keep)
-        moved = self._move_values(world.comm, wanted, spool.keep)
+        held = {} if only_values else self._held()
+        states = move_states(world.comm, held, wanted, spool.keep, on_piece)
+        moved = self._move_values(world.comm, wanted, spool.keep, on_piece)
         optimizers = self.optimizer_states()
         if world.rank == 0:
             optimizers = self._with_states({key[0]: state for key, state in states.items()})
@@ -275,6 +282,7 @@ class Shards(DividedState[Part]):
         comm: MPI.Intracomm,
         wanted: Iterable[tuple[Key, int]],
         keep: Keep | None = None,
+        on_piece: Callable[[], None] = lambda: None,
     ) -> dict[Key, torch.Tensor]:
         """Return owned values like `move_states`; those that stay are not copied without `keep`."""
         held = {key: {_VALUE: value} for key, value in (self._loaded | self._values).items()}
@@ -284,7 +292,7 @@ class Shards(DividedState[Part]):
         def keep_own(rows: Sequence[torch.Tensor]) -> torch.Tensor:
             return copy_rows(rows) if id(rows[0]) in of_file else keep_rows(rows)
 
-        moved = move_states(comm, held, wanted, keep or keep_own)
+        moved = move_states(comm, held, wanted, keep or keep_own, on_piece)
         return {key: state[_VALUE] for key, state in moved.items() if state}
 
     def _whole(self, number: int) -> Key:
