@@ -196,7 +196,10 @@ class EmulatedHosts:
 
     @contextmanager
     def preferred(self) -> Iterator[None]:
-        """Give their processes the cores before others: mpirun gives a rank 0.25 s at a signal."""
+        """Give their processes the cores before others, as a limit on their time needs.
+
+        mpirun gives a rank 0.25 s at a signal, and the doctor a host 8 s to answer.
+        """
         for name, most in (("cpu.shares", "262144"), ("cpu.weight", "10000")):  # of versions 1, 2
             if self._group and (path := self._group / name).exists():
                 before = path.read_text()

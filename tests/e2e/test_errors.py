@@ -39,9 +39,7 @@ LATER = {
     "--run-dir used": "--run-dir used: the folder has the results of another run",
     "--run-dir /dev/null/run": "--run-dir /dev/null/run: Not a directory; choose a writable",
 }
-WITH_AND_WITHOUT_ULFM = pytest.mark.parametrize(
-    "options", [pytest.param((), marks=pytest.mark.any_mpi), SURVIVING], ids=["", "survive"]
-)
+WITHOUT_ULFM = pytest.param((), marks=pytest.mark.any_mpi, id="")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +66,9 @@ def test_an_error_found_before_mpi_is_loaded(run_all, flags):
     assert results[flags].loaded == set()
 
 
-@WITH_AND_WITHOUT_ULFM
+@pytest.mark.parametrize(
+    "options", [WITHOUT_ULFM, pytest.param(SURVIVING, marks=pytest.mark.thorough, id="survive")]
+)
 @pytest.mark.parametrize("flags", BEFORE_TORCH)
 def test_an_error_found_before_torch_is_loaded(run_all, options, flags):
     results, _ = run_all(4, tuple(BEFORE_TORCH), options)
@@ -76,7 +76,7 @@ def test_an_error_found_before_torch_is_loaded(run_all, options, flags):
     assert results[flags].loaded == {"mpi4py.MPI"}
 
 
-@WITH_AND_WITHOUT_ULFM
+@pytest.mark.parametrize("options", [WITHOUT_ULFM, pytest.param(SURVIVING, id="survive")])
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -161,7 +161,7 @@ FAILING = "kaitian-train --balance off --global-batch-size 24 --model planted:"
     ],
     ids=["raising", "exiting", "leaving", "a script"],
 )
-@WITH_AND_WITHOUT_ULFM
+@pytest.mark.parametrize("options", [WITHOUT_ULFM, pytest.param(SURVIVING, id="survive")])
 def test_a_failing_rank_ends_the_job(mpirun, options, command, code, message):
     fresh = "script" in command and not options
     # mpirun --with-ft ulfm ends a job itself if one of two ranks exits.

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 
 import pytest
+from choices import by_default
 from jobs import PLANTED, PYTHON, SOON_SEC, finish, forked, run_alone, start
 
 SCRIPT = str(PLANTED / "planted_rendezvous.py")
@@ -76,7 +77,7 @@ def test_ranks_that_never_arrive_are_not_waited_for(planted, tmp_path, name, fou
     assert ended.seconds < SOON_SEC
 
 
-@pytest.mark.parametrize("method", ["mpi://", "env://"])
+@pytest.mark.parametrize("method", by_default(["mpi://", "env://"], ["env://"]))
 def test_a_launcher_other_than_mpirun_is_rejected(tmp_path, method):
     """Each process would be a job of its own, and train alone."""
     port, command = free_ports(1)[0], forked([PYTHON, SCRIPT, "plain", method])
