@@ -78,9 +78,11 @@ class ShardedModel:
             These rows on the device, by the same keys.
         """
         values: dict[Any, torch.Tensor] = {}
-        keys_of = {number: [key for key in rows if key[0] == number] for number in self.numbers}
+        keys_of: dict[int, list[tuple[int, int, int]]] = {}
+        for key in rows:
+            keys_of.setdefault(key[0], []).append(key)
         for number, parameter in self._parameters.items():
-            for key in keys_of[number]:
+            for key in keys_of.get(number, ()):
                 _, begin, end = key
                 values[key] = parameter.detach()[begin:end].to(self._device, copy=True)
             self._reshard(number)
