@@ -40,7 +40,7 @@ from kaitian_mpi.integrations.shard import (
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, Owners
 from kaitian_mpi.integrations.shard.install import Installed
 from kaitian_mpi.integrations.shard.placement import Placement
-from kaitian_mpi.integrations.shard.remote_reads import RemoteReads
+from kaitian_mpi.integrations.shard.remote_reads import RemoteReads, RowValues
 from kaitian_mpi.integrations.shard.script_calls import ScriptCall, ScriptCalls
 
 SHARES = 3.0, 1.0, 2.0, 1.0
@@ -1651,16 +1651,16 @@ def test_calls_are_compared_in_a_round_but_for_its_backward(world):
 @pytest.mark.sizes(2, 3)
 def test_an_interrupted_read_delays_no_other(world):
     """As by Ctrl-C in a notebook; the owner's thread has begun to send a long reply."""
-    rows = [(0, 2, torch.full((2, 1 << 18), 1.0 + world.rank))]
+    rows = [RowValues(0, 2, torch.full((2, 1 << 18), 1.0 + world.rank))]
     reads = RemoteReads(world.comm, lambda: rows)
     if world.rank > 0:
         own_tags, reads._tags = reads._tags, itertools.repeat(1)
         with pytest.raises(RuntimeError, match="owns other rows"):
-            reads.read_rows(0, into=[(0, 1, torch.empty(1, 1 << 18))])
+            reads.read_rows(0, into=[RowValues(0, 1, torch.empty(1, 1 << 18))])
         reads._tags = itertools.chain([1], own_tags)  # the tags begin again
-        received = torch.empty_like(rows[0][2])
+        received = torch.empty_like(rows[0].values)
         for _ in range(2):
-            reads.read_rows(0, into=[(0, 2, received.zero_())])
+            reads.read_rows(0, into=[RowValues(0, 2, received.zero_())])
             assert received.mean() == 1
     reads.close()
 

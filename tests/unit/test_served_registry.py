@@ -5,8 +5,7 @@ import gc
 import pytest
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.shard.local_rows import MODEL, OPTIMIZER
-from kaitian_mpi.integrations.shard.remote_reads import NOT_YET
+from kaitian_mpi.integrations.shard.remote_reads import NOT_YET, ReadKind
 from kaitian_mpi.integrations.shard.served_registry import ServedRegistry
 
 
@@ -25,25 +24,25 @@ class Script:
 def test_what_a_rank_owns_is_served_by_its_kind_and_index():
     served = ServedRegistry()
     first, second, optimizer = Script(), Script(), Script()
-    served.add(MODEL, Owned("first"), of=first)
-    served.add(OPTIMIZER, Owned("optimizer"), of=optimizer)
-    assert (served.next_index(MODEL), served.next_index(OPTIMIZER)) == (1, 1)
-    assert served.serve(MODEL, 1, 7) is NOT_YET  # another rank's script is ahead
-    served.add(MODEL, Owned("second"), of=second)
-    assert served.serve(MODEL, 1, 7) == ("second", 7)
-    assert served.serve(MODEL, 0) == ("first",)
-    assert served.serve(OPTIMIZER, 0, 1, 2) == ("optimizer", 1, 2)
+    served.add(ReadKind.MODEL, Owned("first"), of=first)
+    served.add(ReadKind.OPTIMIZER, Owned("optimizer"), of=optimizer)
+    assert (served.next_index(ReadKind.MODEL), served.next_index(ReadKind.OPTIMIZER)) == (1, 1)
+    assert served.serve(ReadKind.MODEL, 1, 7) is NOT_YET  # another rank's script is ahead
+    served.add(ReadKind.MODEL, Owned("second"), of=second)
+    assert served.serve(ReadKind.MODEL, 1, 7) == ("second", 7)
+    assert served.serve(ReadKind.MODEL, 0) == ("first",)
+    assert served.serve(ReadKind.OPTIMIZER, 0, 1, 2) == ("optimizer", 1, 2)
 
 
 def test_what_the_script_has_deleted_is_served_until_it_is_freed_and_keeps_its_index():
     served = ServedRegistry()
     model, other = Script(), Script()
-    served.add(MODEL, Owned("model"), of=model)
-    served.add(MODEL, Owned("other"), of=other)
+    served.add(ReadKind.MODEL, Owned("model"), of=model)
+    served.add(ReadKind.MODEL, Owned("other"), of=other)
     del model
     gc.collect()
-    assert served.serve(MODEL, 0) == ("model",)  # until the backward of all ranks
+    assert served.serve(ReadKind.MODEL, 0) == ("model",)  # until the backward of all ranks
     served.free_deleted()
     with pytest.raises(UserError, match="delete it on all ranks, or on none"):
-        served.serve(MODEL, 0)
-    assert served.serve(MODEL, 1) == ("other",)
+        served.serve(ReadKind.MODEL, 0)
+    assert served.serve(ReadKind.MODEL, 1) == ("other",)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.integrations.shard.local_rows import Piece, put_rows
+from kaitian_mpi.integrations.shard.local_rows import put_rows
+from kaitian_mpi.integrations.shard.remote_reads import RowValues
 from kaitian_mpi.integrations.shard.script_parameters import (
     ScriptParameter,
     ScriptParameters,
@@ -80,7 +81,7 @@ class HostParameters(ScriptParameters):
     def _copy_whole(self, number: int, values: torch.Tensor) -> None:
         put_rows(self._whole(number), values)
 
-    def _whole(self, number: int) -> Sequence[Piece]:
+    def _whole(self, number: int) -> Sequence[RowValues]:
         if not self._holds(number):  # by a `state_dict` of before
             return _rows(self._parameters[number].detach())
         return _rows(self._values[number])
@@ -120,5 +121,5 @@ def as_plain(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(like, requires_grad=parameter.requires_grad)
 
 
-def _rows(values: torch.Tensor) -> list[Piece]:
-    return [(0, count_rows(values), values)]
+def _rows(values: torch.Tensor) -> list[RowValues]:
+    return [RowValues(0, count_rows(values), values)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,8 @@ from kaitian_mpi.distributed.shard_buckets import rows_of_part
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.host_memory import HostMemory
 from kaitian_mpi.integrations.shard.host_parameters import HostParameters, is_large
-from kaitian_mpi.integrations.shard.local_rows import Piece, copied_rows
-from kaitian_mpi.integrations.shard.remote_reads import NOT_YET
+from kaitian_mpi.integrations.shard.local_rows import copied_rows
+from kaitian_mpi.integrations.shard.remote_reads import NOT_YET, RowValues
 from kaitian_mpi.integrations.shard.script_parameters import is_sharded
 from kaitian_mpi.train.layouts.shard.row_states import Key
 from kaitian_mpi.train.state_transfer import broadcast_state, send_state
@@ -37,7 +38,7 @@ class LentParameters(HostParameters):
         module: nn.Module,
         numbers: Collection[int],
         device: torch.device,
-        read: Callable[[int, int], Sequence[Piece]] | None,
+        read: Callable[[int, int], Sequence[tuple[int, int, torch.Tensor]]] | None,
     ) -> None:
         """Let some parameters of a module have their values on rank 0 only. Not collective.
 
@@ -45,12 +46,12 @@ class LentParameters(HostParameters):
             module: whose parameters they are.
             numbers: the numbers of these parameters.
             device: where they are used.
-            read: reads a parameter's values from rank 0, given its number and how often the script
-                has changed it; None on rank 0 itself.
+            read: returns what rank 0's `serve` returns for a parameter's number and how often the
+                script has changed it; None on rank 0 itself.
         """
         self._read_first = read
         self._lock = threading.Lock()
-        self._before: dict[tuple[int, int], Sequence[Piece]] = {}
+        self._before: dict[tuple[int, int], Sequence[RowValues]] = {}
         super().__init__(module, numbers, device)
         if read is not None:
             self._values.clear()
@@ -58,21 +59,22 @@ class LentParameters(HostParameters):
     def serve(self, number: int, changes: int) -> Any:
         """Return the values that a parameter had on rank 0 after so many changes by the script.
 
+        As plain tuples of each `RowValues`, which can be sent.
         Another rank's script has changed it that often. `NOT_YET` if rank 0's script has not.
         """
         with self._lock:
             if self._changes[number] < changes:
                 return NOT_YET
             if self._changes[number] > changes:
-                return self._before[number, changes]
-            # Copies, as the script may change the values while they are sent.
-            pieces = super()._whole(number)
-            return copied_rows(pieces)
+                pieces = self._before[number, changes]
+            else:  # copies, as the script may change the values while they are sent
+                pieces = copied_rows(super()._whole(number))
+            return [tuple(rows) for rows in pieces]
 
-    def _whole(self, number: int) -> Sequence[Piece]:
+    def _whole(self, number: int) -> Sequence[RowValues]:
         if self._read_first is None or not self._holds(number):
             return super()._whole(number)
-        return self._read_first(number, self._changes[number])
+        return [*starmap(RowValues, self._read_first(number, self._changes[number]))]
 
     @torch.no_grad()
     def _keep(self, number: int, values: torch.Tensor) -> None:
@@ -81,7 +83,7 @@ class LentParameters(HostParameters):
                 pieces = super()._whole(number)
                 memory = HostMemory([*self._parameters.values()])
                 self._before[number, self._changes[number]] = [
-                    (begin, end, memory.keep([rows])) for begin, end, rows in pieces
+                    RowValues(begin, end, memory.keep([rows])) for begin, end, rows in pieces
                 ]
                 self._values[number].copy_(values)
             self._changes[number] += 1

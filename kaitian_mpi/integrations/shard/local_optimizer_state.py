@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.shard.local_rows import Piece, copied_rows
+from kaitian_mpi.integrations.shard.local_rows import copied_rows
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
-from kaitian_mpi.integrations.shard.remote_reads import NOT_YET
+from kaitian_mpi.integrations.shard.remote_reads import NOT_YET, RowValues
 from kaitian_mpi.train.state_transfer import copy_state
 
 _SMALL_FRACTION = 0.25
@@ -40,6 +40,7 @@ class StatePiece(NamedTuple):
     small: dict[str, Any]
     """All but the large tensors."""
     large: dict[str, Form]
+    """The large tensors' forms."""
 
 
 class LocalOptimizerState:
@@ -173,10 +174,10 @@ def _state_pieces(state: Mapping[Any, Any], model: OwnedModel) -> list[StatePiec
 
 def _row_pieces(
     state: Mapping[Any, Any], model: OwnedModel, number: int, *name: int
-) -> list[Piece]:
+) -> list[RowValues]:
     """Return this rank's rows of a large tensor, whose name is encoded, in a parameter's state."""
     return [
-        (part.begin, part.end, state[target][bytes(name).decode()])
+        RowValues(part.begin, part.end, state[target][bytes(name).decode()])
         for part, target in model.rows.parts_of(number)
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -12,14 +12,22 @@ from torch import nn
 from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.distributed.shard_buckets import rows_of_part
 from kaitian_mpi.errors import UserError
-from kaitian_mpi.integrations.shard.remote_reads import NOT_YET, RemoteReads
+from kaitian_mpi.integrations.shard.remote_reads import NOT_YET, ReadKind, RemoteReads, RowValues
 from kaitian_mpi.runtime.polling import WaitContext
 from kaitian_mpi.train.layouts.shard.row_states import Key, count_rows
 
-Piece = tuple[int, int, Any]
-"""The begin and end of some rows, and what an owner has of them."""
-MODEL, OPTIMIZER, FIRST = 0, 1, 2
-"""What is read from an owner; FIRST is what rank 0 has of a model before it has owners."""
+
+class _OfRows(Protocol):
+    """Anything of consecutive rows of a parameter."""
+
+    @property
+    def begin(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+
+_Piece = TypeVar("_Piece", bound=_OfRows)
 
 
 class LocalRows:
@@ -61,7 +69,7 @@ class LocalRows:
         self._reads = reads
         self._waits = waits
         # By the number of a parameter.
-        self._layouts: dict[int, Hashable] = {}  # of the memory that the rows are views of
+        self._memory: dict[int, Hashable] = {}  # that the rows are views of, see `_memory_of`
         self._parts_of: dict[int, list[tuple[Part, nn.Parameter]]] = {}
         # The begins and ends of the parts of a parameter that a rank owns.
         self._spans_of: dict[int, dict[int, list[tuple[int, int]]]] = {}
@@ -69,7 +77,7 @@ class LocalRows:
         self.steps = 0
         self._changes: dict[int, int] = {}  # by the script itself, since the last step
         # The rows before each of these changes, which other ranks may still read.
-        self._before: dict[tuple[int, int], list[Piece]] = {}
+        self._before: dict[tuple[int, int], list[RowValues]] = {}
 
     def assign(self, index: int, parts: list[Part], values: Mapping[Key, torch.Tensor]) -> None:
         """Own these parts. Not collective.
@@ -127,9 +135,9 @@ class LocalRows:
         changed: dict[int, Hashable] = {}
         for number in self._parts_of:
             if number not in self._sharded:
-                layout = _layout(self._parameters[number])
-                if self._layouts.get(number) != layout:
-                    changed[number] = layout
+                memory = _memory_of(self._parameters[number])
+                if self._memory.get(number) != memory:
+                    changed[number] = memory
         for part, target in self.targets.items() if changed else ():
             if part.parameter in changed:
                 rows = rows_of_part(self._parameters[part.parameter], part)
@@ -141,7 +149,7 @@ class LocalRows:
                     )
                 if rows.data_ptr() != target.data_ptr():
                     target.data = rows
-        self._layouts.update(changed)
+        self._memory.update(changed)
 
     def clear(self, numbers: set[int]) -> None:
         """Clear the gradients of this rank's rows of some parameters. Not collective."""
@@ -198,12 +206,12 @@ class LocalRows:
     def read(self, number: int, values: torch.Tensor) -> None:
         """Read a parameter's rows from their owners into memory for all of them. Not collective."""
         with self.lock:
-            wanted = MODEL, self.index, number, *self.version(number)
+            wanted = ReadKind.MODEL, self.index, number, *self.version(number)
             pieces = self._pieces(number)
             put_rows(pieces, values)
         with self._waits("the owners' rows"):
             for owner, spans in self.spans_by_rank(number):
-                arriving = [(begin, end, values[begin:end]) for begin, end in spans]
+                arriving = [RowValues(begin, end, values[begin:end]) for begin, end in spans]
                 self._reads.read_rows(owner, *wanted, into=arriving)
                 pieces += arriving
         in_order(pieces, self._parameters[number])
@@ -217,16 +225,20 @@ class LocalRows:
         with self.lock, torch._C.DisableTorchFunctionSubclass():
             changes = self._changes.get(number, 0)
             pieces = self._pieces(number)
-            self._before[number, changes] = [(b, e, rows.clone()) for b, e, rows in pieces]
+            self._before[number, changes] = [
+                RowValues(begin, end, rows.clone()) for begin, end, rows in pieces
+            ]
             for begin, end, rows in pieces:
                 rows.copy_(values[begin:end])
             self._changes[number] = changes + 1
 
-    def _pieces(self, number: int) -> list[Piece]:
-        return [(part.begin, part.end, rows.detach()) for part, rows in self.parts_of(number)]
+    def _pieces(self, number: int) -> list[RowValues]:
+        return [
+            RowValues(part.begin, part.end, rows.detach()) for part, rows in self.parts_of(number)
+        ]
 
 
-def put_rows(pieces: Sequence[Piece], values: torch.Tensor) -> None:
+def put_rows(pieces: Sequence[RowValues], values: torch.Tensor) -> None:
     """Copy rows to their places in the memory of a whole tensor, unless they are there already."""
     for begin, end, rows in pieces:
         place = values[begin:end]
@@ -234,22 +246,22 @@ def put_rows(pieces: Sequence[Piece], values: torch.Tensor) -> None:
             place.copy_(rows)
 
 
-def copied_rows(pieces: Iterable[Piece]) -> list[Piece]:
+def copied_rows(pieces: Iterable[RowValues]) -> list[RowValues]:
     """Return copies of rows, in host memory."""
-    return [(begin, end, rows.to("cpu", copy=True)) for begin, end, rows in pieces]
+    return [RowValues(begin, end, rows.to("cpu", copy=True)) for begin, end, rows in pieces]
 
 
-def in_order(pieces: Sequence[Piece], parameter: torch.Tensor) -> list[Piece]:
+def in_order(pieces: Sequence[_Piece], parameter: torch.Tensor) -> list[_Piece]:
     """Return pieces in the order of their rows, after a check that these are all of a parameter's.
 
     An owner that has answered wrongly would else leave a gap of any numbers.
     """
-    ordered = sorted(pieces, key=lambda piece: piece[:2])
+    ordered = sorted(pieces, key=lambda piece: (piece.begin, piece.end))
     reached = 0
-    for begin, end, _ in ordered:
-        if begin != reached:
+    for piece in ordered:
+        if piece.begin != reached:
             break
-        reached = end
+        reached = piece.end
     if reached != count_rows(parameter):
         raise RuntimeError(
             f"{reached} of {count_rows(parameter)} rows of a parameter were read from its owners"
@@ -257,7 +269,7 @@ def in_order(pieces: Sequence[Piece], parameter: torch.Tensor) -> list[Piece]:
     return ordered
 
 
-def _layout(tensor: torch.Tensor) -> Hashable:
+def _memory_of(tensor: torch.Tensor) -> Hashable:
     """Return a value that differs once a tensor's `data` is set."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 

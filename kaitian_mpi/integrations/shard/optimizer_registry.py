@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from torch.optim import Optimizer
 
 from kaitian_mpi.integrations.shard.local_optimizer_state import FindModel
-from kaitian_mpi.integrations.shard.local_rows import OPTIMIZER
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
 from kaitian_mpi.integrations.shard.owned_optimizer import (
     OwnedOptimizer,
@@ -17,6 +16,7 @@ from kaitian_mpi.integrations.shard.owned_optimizer import (
     check_steps_by_parameter,
     parameters_of,
 )
+from kaitian_mpi.integrations.shard.remote_reads import ReadKind
 from kaitian_mpi.integrations.shard.served_registry import ServedRegistry
 
 
@@ -61,9 +61,9 @@ class OptimizerRegistry:
             if not models:
                 return None
             check_steps_by_parameter(optimizer)
-            owned = OwnedOptimizer(self._served.next_index(OPTIMIZER), self._find_model)
+            owned = OwnedOptimizer(self._served.next_index(ReadKind.OPTIMIZER), self._find_model)
             self._owned[optimizer] = owned
-            self._served.add(OPTIMIZER, owned.state, of=optimizer)
+            self._served.add(ReadKind.OPTIMIZER, owned.state, of=optimizer)
         owned.follow(optimizer, models)
         if not owned.has_begun and all(model.has_owners for model in owned.models):
             for model in owned.models:

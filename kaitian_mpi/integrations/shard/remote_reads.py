@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,14 +29,34 @@ from kaitian_mpi.train.state_transfer import get_state, get_tensor, put_state, p
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+
+class ReadKind(IntEnum):
+    """Of what another rank is asked for a part: the first of the numbers that name a state."""
+
+    MODEL = 0
+    """A model's rows."""
+    OPTIMIZER = 1
+    """The state of an optimizer's rows."""
+    LENT = 2
+    """What rank 0 has of a model before it has owners: see `LentParameters`."""
+
+
 Serve = Callable[..., Any]
 """Returns the state that some numbers name: nested dicts and lists of tensors and plain values; or
 `NOT_YET`."""
 NOT_YET = object()
 """Returned by a rank whose script has not done the step yet of which a state is read."""
 
-Rows = tuple[int, int, torch.Tensor]
-"""The begin and end of some rows of a tensor, and the rows."""
+
+class RowValues(NamedTuple):
+    """The values of consecutive rows of a tensor, or memory for them."""
+
+    begin: int
+    """The first row."""
+    end: int
+    """The row after the last."""
+    values: torch.Tensor
+
 
 _STATE, _ROWS = 0, 1  # what a reply is
 _REQUEST = 0
@@ -49,7 +70,7 @@ class _Request(NamedTuple):
     """The rank that asks."""
     tag: int
     """The tag of the reply."""
-    kind: int
+    reply_kind: int
     """Whether the reply is a state or the rows of a tensor."""
     numbers: list[int]
     """What `serve` is called with."""
@@ -89,7 +110,7 @@ class RemoteReads:
         with self._asking(rank, _STATE, *numbers) as (receive, _):
             return get_state(receive)
 
-    def read_rows(self, rank: int, *numbers: int, into: Sequence[Rows]) -> None:
+    def read_rows(self, rank: int, *numbers: int, into: Sequence[RowValues]) -> None:
         """Read rows of a tensor, as which another rank's `serve` returns, into memory for them.
 
         Not collective.
@@ -97,7 +118,7 @@ class RemoteReads:
         Args:
             rank: the rank that is asked, not this one.
             numbers: what its `serve` is called with.
-            into: the begins and ends of the rows, and their memory, on any device.
+            into: the rows, with their memory, on any device.
 
         Raises:
             UserError: that rank cannot serve it.
@@ -106,8 +127,8 @@ class RemoteReads:
         with self._asking(rank, _ROWS, *numbers) as (receive, forms):
             if forms != _forms(into):
                 raise RuntimeError(f"rank {rank} owns other rows than those that were read from it")
-            for *_, rows in into:
-                get_tensor(receive, rows)
+            for rows in into:
+                get_tensor(receive, rows.values)
 
     def close(self) -> None:
         """Answer until all ranks are here, and end the thread. Collective."""
@@ -120,12 +141,12 @@ class RemoteReads:
 
     @contextmanager
     def _asking(
-        self, rank: int, kind: int, *numbers: int
+        self, rank: int, reply_kind: int, *numbers: int
     ) -> Iterator[tuple[Callable[[np.ndarray], None], int]]:
         """Ask a rank, and yield what receives its reply, and the forms of the rows in that."""
         tag = next(tag for tag in self._tags if tag not in self._abandoned)
         receive = partial(self._receive, source=rank, tag=tag)
-        request = np.array([tag, kind, *numbers], dtype=np.int64)
+        request = np.array([tag, reply_kind, *numbers], dtype=np.int64)
         try:
             wait_request(self._comm.Isend(request, rank, _REQUEST))
             # The owner may still be in the step that this rank has done.
@@ -170,8 +191,8 @@ class RemoteReads:
         source = status.Get_source()
         numbers = np.empty(status.Get_count() // 8, dtype=np.int64)
         self._receive(numbers, source, _REQUEST)
-        tag, kind, *named_state = numbers.tolist()
-        return _Request(source, tag, kind, named_state, time.monotonic())
+        tag, reply_kind, *named_state = numbers.tolist()
+        return _Request(source, tag, reply_kind, named_state, time.monotonic())
 
     def _answer(self, request: _Request) -> bool:
         """Answer a request, if its state is there; return whether it is answered."""
@@ -195,13 +216,13 @@ class RemoteReads:
             )
         self._waiting.remove(request)
         text = np.frombuffer(fault.encode(), dtype=np.uint8)
-        are_rows = request.kind == _ROWS and not fault
+        are_rows = request.reply_kind == _ROWS and not fault
         send(np.array([text.size, _forms(state) if are_rows else 0], dtype=np.int64))
         if fault:
             send(text)
         elif are_rows:
-            for *_, rows in state:
-                put_tensor(rows, send)
+            for rows in state:
+                put_tensor(rows.values, send)
         else:
             put_state(state, send)
         return True
@@ -213,7 +234,7 @@ class RemoteReads:
         return len(self._replies) < before
 
 
-def _forms(pieces: Sequence[Rows]) -> int:
+def _forms(pieces: Sequence[RowValues]) -> int:
     """Return a checksum of which rows some tensors are, with their dtypes and shapes."""
-    forms = [(begin, end, str(rows.dtype), tuple(rows.shape)) for begin, end, rows in pieces]
+    forms = [(begin, end, str(t.dtype), tuple(t.shape)) for begin, end, t in pieces]
     return zlib.crc32(repr(forms).encode())

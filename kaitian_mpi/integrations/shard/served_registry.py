@@ -7,8 +7,8 @@ from typing import Any
 
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.local_optimizer_state import LocalOptimizerState
-from kaitian_mpi.integrations.shard.local_rows import MODEL, OPTIMIZER, LocalRows
-from kaitian_mpi.integrations.shard.remote_reads import NOT_YET
+from kaitian_mpi.integrations.shard.local_rows import LocalRows
+from kaitian_mpi.integrations.shard.remote_reads import NOT_YET, ReadKind
 
 
 class ServedRegistry:
@@ -18,17 +18,17 @@ class ServedRegistry:
     """
 
     def __init__(self) -> None:
-        self._served: dict[int, list[LocalRows | LocalOptimizerState | None]] = {
-            MODEL: [],
-            OPTIMIZER: [],
+        self._served: dict[ReadKind, list[LocalRows | LocalOptimizerState | None]] = {
+            ReadKind.MODEL: [],
+            ReadKind.OPTIMIZER: [],
         }
-        self._deleted: list[tuple[int, int]] = []  # by this rank's script, of these
+        self._deleted: list[tuple[ReadKind, int]] = []  # by this rank's script, of these
 
-    def next_index(self, kind: int) -> int:
+    def next_index(self, kind: ReadKind) -> int:
         """Return the index of what is added next."""
         return len(self._served[kind])
 
-    def add(self, kind: int, owned: LocalRows | LocalOptimizerState, of: object) -> None:
+    def add(self, kind: ReadKind, owned: LocalRows | LocalOptimizerState, of: object) -> None:
         """Serve what this rank owns of a model or an optimizer, until the script deletes `of`."""
         index = self.next_index(kind)
         self._served[kind].append(owned)
@@ -55,7 +55,7 @@ class ServedRegistry:
         Raises:
             UserError: this rank's script has deleted it, or is ahead.
         """
-        served = self._served[kind]
+        served = self._served[ReadKind(kind)]
         if index >= len(served):
             return NOT_YET
         owned = served[index]

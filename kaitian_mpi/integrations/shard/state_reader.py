@@ -16,9 +16,9 @@ from kaitian_mpi.integrations.shard.local_optimizer_state import (
     LocalOptimizerState,
     StatePiece,
 )
-from kaitian_mpi.integrations.shard.local_rows import OPTIMIZER, in_order, put_rows
+from kaitian_mpi.integrations.shard.local_rows import in_order, put_rows
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
-from kaitian_mpi.integrations.shard.remote_reads import RemoteReads
+from kaitian_mpi.integrations.shard.remote_reads import ReadKind, RemoteReads, RowValues
 from kaitian_mpi.train.layouts.shard.row_states import join_states
 
 
@@ -51,7 +51,7 @@ class StateReader:
         pieces_of: dict[tuple[int, int], list[StatePiece]] = {}
         rows_of = {model.rows.index: model.rows for model in models if model is not None}
         for index, rows in rows_of.items():
-            wanted = OPTIMIZER, self._owned.index, index, self._steps
+            wanted = ReadKind.OPTIMIZER, self._owned.index, index, self._steps
             for rank in rows.owners():
                 for piece in starmap(StatePiece, self._reads.read(rank, *wanted)):
                     pieces_of.setdefault((index, piece.number), []).append(piece)
@@ -64,25 +64,24 @@ class StateReader:
                 continue
             pieces = pieces_of.get((model.rows.index, model.number(parameter)))
             if pieces:  # else no rank has stepped it
-                ordered = in_order([(p.begin, p.end, p) for p in pieces], parameter)
-                states[place] = self._join(model, [piece for *_, piece in ordered], memory)
+                states[place] = self._join(model, in_order(pieces, parameter), memory)
         return states
 
     def _join(
         self, model: OwnedModel, pieces: Sequence[StatePiece], memory: HostMemory
     ) -> dict[str, Any]:
         """Return the whole state of a parameter, of whose rows these are all pieces."""
-        number, *_, names, _, large = pieces[0]
+        first = pieces[0]
         joined = join_states([piece.small for piece in pieces], memory.keep)
-        for name in large:
+        for name in first.large:
             source = ValueSource(
                 _like([piece.large[name] for piece in pieces]),
-                partial(self._read_large, model, number, name),
+                partial(self._read_large, model, first.number, name),
                 _only_version,
                 memory.empty,
             )
             joined[name] = LazyValue.of(source)
-        return {name: joined[name] for name in names}
+        return {name: joined[name] for name in first.names}
 
     def _read_large(self, model: OwnedModel, number: int, name: str, values: torch.Tensor) -> None:
         """Read a large tensor into memory. Not collective.
@@ -95,8 +94,10 @@ class StateReader:
             put_rows(pieces, values)
             all_pieces = [*pieces]
         for rank, spans in model.rows.spans_by_rank(number):
-            arriving = [(begin, end, values[begin:end]) for begin, end in spans]
-            self._reads.read_rows(rank, OPTIMIZER, self._owned.index, *wanted, into=arriving)
+            arriving = [RowValues(begin, end, values[begin:end]) for begin, end in spans]
+            self._reads.read_rows(
+                rank, ReadKind.OPTIMIZER, self._owned.index, *wanted, into=arriving
+            )
             all_pieces += arriving
         in_order(all_pieces, model.parameters[number])
 

@@ -13,12 +13,11 @@ from kaitian_mpi.devices.memory_limit import unlimited
 from kaitian_mpi.errors import UserError
 from kaitian_mpi.integrations.shard.budget import LayoutSettings, emulated, find_owners
 from kaitian_mpi.integrations.shard.early_state_dicts import EarlyStateDicts
-from kaitian_mpi.integrations.shard.local_rows import FIRST, MODEL
 from kaitian_mpi.integrations.shard.optimizer_registry import OptimizerRegistry
 from kaitian_mpi.integrations.shard.owned_model import OwnedModel
 from kaitian_mpi.integrations.shard.owned_optimizer import check_steps_by_parameter
 from kaitian_mpi.integrations.shard.placement import Placement
-from kaitian_mpi.integrations.shard.remote_reads import RemoteReads
+from kaitian_mpi.integrations.shard.remote_reads import ReadKind, RemoteReads
 from kaitian_mpi.integrations.shard.script_calls import ScriptCall, ScriptCalls
 from kaitian_mpi.integrations.shard.served_registry import ServedRegistry
 from kaitian_mpi.mpi.world import World
@@ -191,9 +190,9 @@ class TrainerShards:
                 world.device_kind.return_large_blocks()
             with self.placement.releasing(model.module) as give_rows:
                 # Numbered here, as one rank alone may copy a model in its DDP.
-                index = self._served.next_index(MODEL)
+                index = self._served.next_index(ReadKind.MODEL)
                 model.assign(index, owners, optimizers, world.device, give_rows, self.state_dicts)
-        self._served.add(MODEL, model.rows, of=model)
+        self._served.add(ReadKind.MODEL, model.rows, of=model)
         print_rank_0(world, owners.text)
         for optimizer in optimizers:
             self.optimizers.own(optimizer)
@@ -216,10 +215,10 @@ class TrainerShards:
         self._deleted_bytes += self._served.free_deleted()
 
     def _read_first(self, *numbers: int) -> Any:
-        return self.reads.read(0, FIRST, *numbers)
+        return self.reads.read(0, ReadKind.LENT, *numbers)
 
     def _serve(self, kind: int, index: int, *numbers: int) -> Any:
         """Answer another rank: see the `serve` of Placement and ServedRegistry."""
-        if kind == FIRST:
+        if kind == ReadKind.LENT:
             return self.placement.serve(index, *numbers)
         return self._served.serve(kind, index, *numbers)
