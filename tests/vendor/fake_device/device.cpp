@@ -1,13 +1,21 @@
 // What torch asks of an accelerator in C++, for fake_device.py: an allocator, the current device and
 // streams of each thread, views, and autocast. All that decides anything is in Python, which is
 // called through the table of functions below.
+//
+// Headers that include all of torch's operations, such as autocast_mode.h, would take most of the time
+// to build this.
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/NativeFunctions.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -17,7 +25,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <unordered_map>
+#include <span>
 
 namespace {
 
@@ -292,6 +300,110 @@ TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, library) {
 
 }  // namespace
 
+// Of ATen/autocast_mode.h, whose lists of operations by policy extension.py gives as well.
+namespace at::autocast {
+TORCH_API ScalarType get_autocast_dtype(DeviceType);
+TORCH_API Tensor cached_cast(ScalarType, const Tensor&, DeviceType);
+}  // namespace at::autocast
+
+namespace {
+
+// The contract is `WrapFunction_` in ATen/autocast_mode.h, with a specialization for each policy:
+// these do the same for any operation, by the arguments on the stack and their types in the schema.
+enum class Policy { lower_precision_fp, fp32, fp32_set_opt_dtype, fp32_append_dtype, promote };
+
+// `is_eligible`
+bool is_eligible(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_privateuseone() && tensor.is_floating_point() &&
+         tensor.scalar_type() != at::kDouble;
+}
+
+// `prioritize`
+at::ScalarType wider(at::ScalarType current, const at::Tensor& tensor) {
+  TORCH_CHECK(current != at::kDouble, "promote type is double in at::autocast::prioritize");
+  if (!is_eligible(tensor)) return current;
+  if (current == at::kFloat || tensor.scalar_type() == at::kFloat) return at::kFloat;
+  const auto lower = at::autocast::get_autocast_dtype(kType);
+  TORCH_CHECK(current == lower && tensor.scalar_type() == lower,
+              "Unexpected floating ScalarType in at::autocast::prioritize");
+  return lower;
+}
+
+// `promote_type`, which leaves out optional tensors.
+at::ScalarType widest(std::span<const c10::IValue> values,
+                      const std::vector<c10::Argument>& arguments) {
+  auto current = at::autocast::get_autocast_dtype(kType);
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (arguments[i].type()->kind() == c10::TypeKind::OptionalType) continue;
+    if (values[i].isTensor()) current = wider(current, values[i].toTensor());
+    if (!values[i].isTensorList()) continue;
+    for (const at::Tensor& tensor : values[i].toTensorVector()) current = wider(current, tensor);
+  }
+  return current;
+}
+
+// `cached_cast` of a tensor, or of a new list, as the caller may use the given one again.
+void cast(at::ScalarType to, c10::IValue& value) {
+  if (value.isTensor()) {
+    value = at::autocast::cached_cast(to, value.toTensor(), kType);
+  } else if (value.isTensorList()) {
+    auto tensors = value.toTensorVector();
+    for (at::Tensor& tensor : tensors) tensor = at::autocast::cached_cast(to, tensor, kType);
+    value = std::move(tensors);
+  }
+}
+
+template <Policy policy>
+void autocast(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastPrivateUse1);
+  const auto& arguments = operation.schema().arguments();
+  const auto values = std::span(*stack).last(arguments.size());
+  if constexpr (policy == Policy::fp32_append_dtype) {
+    const auto& first = values[0].toTensor();
+    stack->emplace_back(is_eligible(first) ? at::kFloat : first.scalar_type());
+    const bool has_dim = operation.schema().overload_name() == "ScalarOpt_dim";
+    c10::Dispatcher::singleton()
+        .findSchemaOrThrow("aten::norm", has_dim ? "ScalarOpt_dim_dtype" : "ScalarOpt_dtype")
+        .callBoxed(stack);
+    return;
+  }
+  if constexpr (policy == Policy::fp32_set_opt_dtype) {
+    const auto dtype = c10::OptionalType::create(c10::ScalarTypeType::get());
+    for (size_t i = 0; i < values.size() && is_eligible(values[0].toTensor()); ++i) {
+      if (values[i].isNone() && *arguments[i].real_type() == *dtype) values[i] = at::kFloat;
+    }
+  } else {
+    const auto to = policy == Policy::fp32      ? at::kFloat
+                    : policy == Policy::promote ? widest(values, arguments)
+                                                : at::autocast::get_autocast_dtype(kType);
+    for (c10::IValue& value : values) cast(to, value);
+  }
+  operation.callBoxed(stack);
+}
+
+#define REGISTER(NAME, POLICY) \
+  library.impl(NAME, torch::CppFunction::makeFromBoxedFunction<&autocast<Policy::POLICY>>());
+#define NAME(OPERATION, ...) #OPERATION __VA_OPT__("." #__VA_ARGS__)
+#define LOW(...) REGISTER(NAME(__VA_ARGS__), lower_precision_fp)
+#define FP32(...) REGISTER(NAME(__VA_ARGS__), fp32)
+#define SET(...) REGISTER(NAME(__VA_ARGS__), fp32_set_opt_dtype)
+#define OTHER(FUNCTION, NAME, SIGNATURE, OTHER_SIGNATURE, POLICY) REGISTER(NAME, POLICY)
+#define PROMOTE(...) REGISTER(NAME(__VA_ARGS__), promote)
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, library) {
+  AT_FORALL_LOWER_PRECISION_FP(LOW)
+  AT_FORALL_FP32(FP32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(SET)
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(OTHER)
+  AT_FORALL_PROMOTE(PROMOTE)
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace
+
 extern "C" {
 
 void fake_start(const Functions* given) {
@@ -312,25 +424,3 @@ void fake_set_stream(int device, int64_t id) { current_streams[device] = id; }
 
 int fake_is_pinned(const void* address) { return is_pinned(address); }
 }
-
-#define AUTOCAST_LOW(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
-#define AUTOCAST_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
-#define AUTOCAST_SET(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
-#define AUTOCAST_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
-
-namespace at::autocast {
-
-// As CUDA's in torch's autocast_mode.cpp.
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-  AT_FORALL_LOWER_PRECISION_FP(AUTOCAST_LOW)
-  AT_FORALL_FP32(AUTOCAST_FP32)
-  AT_FORALL_FP32_SET_OPT_DTYPE(AUTOCAST_SET)
-  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
-  AT_FORALL_PROMOTE(AUTOCAST_PROMOTE)
-}
-
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFallthrough());
-}
-
-}  // namespace at::autocast
