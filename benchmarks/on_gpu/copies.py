@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from kaitian_mpi.config import TrainConfig
 from kaitian_mpi.devices import Device, known_kinds
-from kaitian_mpi.distributed.relay.chunking import agree_on_pace
+from kaitian_mpi.distributed.relay.chunking import agree_on_pace, longest_chunk
 from kaitian_mpi.distributed.relay.copies import Copies, copies_of
 from kaitian_mpi.distributed.relay.relay import Slots, exchange_in_chunks
 
@@ -49,7 +49,7 @@ def chunk_lengths(copies: Copies, on_device: torch.Tensor, host: torch.Tensor) -
             lambda: copies.copy_back(part, memory).synchronize(),
         ]
 
-    pace = agree_on_pace(MPI.COMM_SELF, TrainConfig.relay_memory_mb, stages)
+    pace = agree_on_pace(MPI.COMM_SELF, longest_chunk(TrainConfig.relay_memory_mb), stages)
     return pace.lengths(on_device.nbytes)
 
 

@@ -15,7 +15,7 @@ from contracts import CONTRACTS, chosen_name
 from fake_device import current_stream
 from torch import nn
 from uneven import SHARES, loss_of, network
-from worlds import mostly_in_one_kind
+from worlds import mostly_in_one_kind, mostly_in_several_kinds
 
 from kaitian_mpi.balance.ownership import with_mirrors, without_mirrors
 from kaitian_mpi.config import TrainingConfig
@@ -131,6 +131,27 @@ def sent_bytes(monkeypatch):
 
     monkeypatch.setattr(pairwise, "exchange", counting)
     return counted
+
+
+@pytest.mark.sizes(3)
+@mostly_in_several_kinds
+def test_rounds_across_groups_keep_to_the_relays_memory(world, device_of, monkeypatch):
+    """The least that any rank allows, as their rounds are alike."""
+    if len(world.groups) == 1:
+        pytest.skip("one library does it all")
+    monkeypatch.setattr(hybrid, "_LONG_BYTES", 1000)
+    monkeypatch.setattr(world.communication, "relay_memory_mb", 1 + world.rank)
+    group = dist.new_group()
+    pieces = [device_of(torch.arange(1 << 18).float()) for _ in range(world.size)]
+    output = torch.zeros_like(pieces[0])
+    dist.reduce_scatter(output, pieces, group=group)
+    assert torch.equal(values(output), world.size * torch.arange(1 << 18).float())
+    dist.all_gather(pieces, output, group)
+    for piece in pieces:
+        assert torch.equal(values(piece), values(output))
+    for _, slots in group.relay._paths.values():
+        assert 0 < slots.provide(0, 0) * slots.take().memory.nbytes <= 1 << 20
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.sizes(3, 4)

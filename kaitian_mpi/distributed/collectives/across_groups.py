@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Tensors = Sequence[torch.Tensor]
 
 _ROUND_BYTES = 1 << 20
-"""The bytes of all ranks' parts in a round; the device has memory for a few rounds."""
+"""The most bytes of all ranks' parts in a round; the device has memory for a few rounds."""
 ACROSS_BYTES = COUNT * 2 * _ROUND_BYTES
 """The most device memory that rounds take."""
 
@@ -128,13 +128,16 @@ class _Rounds:
     """The rounds of a reduce-scatter or a gather."""
 
     def __init__(
-        self, comm: MPI.Comm, members: Members, parts: Tensors, dtype: torch.dtype
+        self, comm: MPI.Comm, members: Members, relay: Relay, parts: Tensors, dtype: torch.dtype
     ) -> None:
         self._comm = comm
         self._members = members
+        self._relay = relay
         self._parts = [part.view(-1) for part in parts]
         lengths = [part.numel() for part in self._parts]
-        self._step = max(1, _ROUND_BYTES // dtype.itemsize // comm.size)
+        # A chunk of the relay has what is sent, at most all parts, and what is received.
+        round_bytes = min(_ROUND_BYTES, relay.longest_chunk(comm) // 2)
+        self._step = max(1, round_bytes // dtype.itemsize // comm.size)
         device = members.device
         starts = range(0, max(lengths), self._step)
         few = min(COUNT, len(starts))
@@ -159,10 +162,12 @@ class _Rounds:
 
 
 class _Sums(_Rounds):
-    def __init__(self, comm: MPI.Comm, members: Members, parts: Tensors, op: Reduction) -> None:
+    def __init__(
+        self, comm: MPI.Comm, members: Members, relay: Relay, parts: Tensors, op: Reduction
+    ) -> None:
         # A sum inside the group, too, is rounded once alone.
         dtype = ACCUMULATION_DTYPES.get(parts[0].dtype, parts[0].dtype)
-        super().__init__(comm, members, parts, dtype)
+        super().__init__(comm, members, relay, parts, dtype)
         self._op = op
         self._next = 0
 
@@ -202,7 +207,7 @@ class _Sums(_Rounds):
         start = number * self._step
         self.output[start : start + len(result)].copy_(result)
 
-    def run(self, relay: Relay, output: torch.Tensor) -> None:
+    def run(self, output: torch.Tensor) -> None:
         self.output = output
         rounds = [
             (
@@ -211,14 +216,19 @@ class _Sums(_Rounds):
             )
             for number, round_ in enumerate(self.rounds)
         ]
-        relay.exchange_in_rounds(rounds, self.exchange, self)
+        self._relay.exchange_in_rounds(rounds, self.exchange, self)
 
 
 class _Gathers(_Rounds):
     def __init__(
-        self, comm: MPI.Comm, members: Members, parts: Tensors, rank_part: torch.Tensor
+        self,
+        comm: MPI.Comm,
+        members: Members,
+        relay: Relay,
+        parts: Tensors,
+        rank_part: torch.Tensor,
     ) -> None:
-        super().__init__(comm, members, parts, rank_part.dtype)
+        super().__init__(comm, members, relay, parts, rank_part.dtype)
         self._rank_part = rank_part.view(-1)
         self._next = 0
 
@@ -242,7 +252,7 @@ class _Gathers(_Rounds):
             if piece.rank != self._comm.rank or target.data_ptr() != self._rank_part.data_ptr():
                 target.copy_(place)
 
-    def run(self, relay: Relay) -> None:
+    def run(self) -> None:
         rounds = [
             (
                 [round_.rank_part if round_.rank_part.numel() else self.nothing],
@@ -250,7 +260,7 @@ class _Gathers(_Rounds):
             )
             for round_ in self.rounds
         ]
-        relay.exchange_in_rounds(rounds, self.exchange, self)
+        self._relay.exchange_in_rounds(rounds, self.exchange, self)
 
 
 def reduce_scatter_across(
@@ -263,7 +273,8 @@ def reduce_scatter_across(
 ) -> None:
     """Sum `pieces[r]` into `output` on rank r, each group's ranks first. Collective."""
     dense = contiguous(output)
-    _Sums(comm, members, [contiguous(piece) for piece in pieces], op).run(relay, dense.view(-1))
+    parts = [contiguous(piece) for piece in pieces]
+    _Sums(comm, members, relay, parts, op).run(dense.view(-1))
     from_host(dense, output)
 
 
@@ -272,6 +283,6 @@ def all_gather_across(
 ) -> None:
     """Gather every rank's tensor into `pieces`, once into each group. Collective."""
     dense = [contiguous(piece) for piece in pieces]
-    _Gathers(comm, members, dense, contiguous(tensor)).run(relay)
+    _Gathers(comm, members, relay, dense, contiguous(tensor)).run()
     for gathered, piece in zip(dense, pieces, strict=True):
         from_host(gathered, piece)

@@ -71,11 +71,17 @@ def longest_chunk(memory_mb: int) -> int:
     return 2 ** int(math.log2((memory_mb << 20) // COUNT))
 
 
+def agree_on_limit(comm: MPI.Comm, memory_mb: int) -> int:
+    """Return the longest chunk that fits every rank's memory. Collective over `comm`."""
+    return min(gather_values(comm, longest_chunk(memory_mb)))
+
+
 def agree_on_pace(
-    comm: MPI.Comm, memory_mb: int, stages: Callable[[int], list[Callable[[], None]]]
+    comm: MPI.Comm, limit_bytes: int, stages: Callable[[int], list[Callable[[], None]]]
 ) -> ChunkLengths:
     """Time the stages on each rank, and return what fits the slowest. Collective over `comm`.
 
+    `limit_bytes` is the longest chunk, the same on every rank.
     `stages` returns those for a chunk of so many bytes, each of which returns when it is done.
     Those that are collective must come in the same order on every rank.
     """
@@ -87,8 +93,7 @@ def agree_on_pace(
         (max(s for s, _ in column), max(s for _, s in column))
         for column in zip(*(rank for rank in by_rank if len(rank) == most), strict=True)
     ]
-    limits = gather_values(comm, longest_chunk(memory_mb))
-    return ChunkLengths(half_performance_bytes(slowest), min(limits))
+    return ChunkLengths(half_performance_bytes(slowest), limit_bytes)
 
 
 def _seconds(stage: Callable[[], None]) -> float:

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from kaitian_mpi.devices import device_of
-from kaitian_mpi.distributed.relay.chunking import ALIGNMENT, COUNT, ChunkLengths, agree_on_pace
+from kaitian_mpi.distributed.relay.chunking import (
+    ALIGNMENT,
+    COUNT,
+    ChunkLengths,
+    agree_on_limit,
+    agree_on_pace,
+)
 from kaitian_mpi.distributed.relay.copies import Copies, Event, copies_of
 from kaitian_mpi.mpi import host_collectives
 from kaitian_mpi.mpi.datatypes import SUM
@@ -262,6 +268,8 @@ class Relay:
         self._device = device
         self._links = links
         self._paths: dict[torch.device, tuple[Copies, Slots]] = {}
+        # By a communicator and the memory's size.
+        self._limits: dict[tuple[int, int], int] = {}
         self._paces: dict[tuple[int, int], ChunkLengths] = {}
 
     def exchange(
@@ -321,15 +329,18 @@ class Relay:
 
     def longest_chunk(self, comm: MPI.Comm) -> int:
         """Return the bytes of a chunk that fits every rank. Collective over `comm` at first."""
-        return self._pace(comm).limit_bytes
+        key = comm.py2f(), self.settings.relay_memory_mb
+        if key not in self._limits:
+            self._limits[key] = agree_on_limit(comm, key[1])
+            for _, slots in self._paths.values():
+                slots.free_above(self._limits[key])
+        return self._limits[key]
 
     def _pace(self, comm: MPI.Comm) -> ChunkLengths:
         key = comm.py2f(), self.settings.relay_memory_mb
         if key not in self._paces:
-            pace = agree_on_pace(comm, key[1], lambda size: self._stages(comm, size))
-            self._paces[key] = pace
-            for _, slots in self._paths.values():
-                slots.free_above(pace.limit_bytes)
+            limit = self.longest_chunk(comm)
+            self._paces[key] = agree_on_pace(comm, limit, lambda size: self._stages(comm, size))
         return self._paces[key]
 
     def _stages(self, comm: MPI.Comm, size: int) -> list[Callable[[], None]]:
