@@ -40,6 +40,9 @@ LATER = {
     "--run-dir /dev/null/run": "--run-dir /dev/null/run: Not a directory; choose a writable",
 }
 WITHOUT_ULFM = pytest.param((), marks=pytest.mark.any_mpi, id="")
+WITH_AND_WITHOUT_ULFM = pytest.mark.parametrize(
+    "options", [WITHOUT_ULFM, pytest.param(SURVIVING, id="survive")]
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,7 @@ def test_an_error_found_before_torch_is_loaded(run_all, options, flags):
     assert results[flags].loaded == {"mpi4py.MPI"}
 
 
-@pytest.mark.parametrize("options", [WITHOUT_ULFM, pytest.param(SURVIVING, id="survive")])
+@WITH_AND_WITHOUT_ULFM
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -161,7 +164,7 @@ FAILING = "kaitian-train --balance off --global-batch-size 24 --model planted:"
     ],
     ids=["raising", "exiting", "leaving", "a script"],
 )
-@pytest.mark.parametrize("options", [WITHOUT_ULFM, pytest.param(SURVIVING, id="survive")])
+@WITH_AND_WITHOUT_ULFM
 def test_a_failing_rank_ends_the_job(mpirun, options, command, code, message):
     fresh = "script" in command and not options
     # mpirun --with-ft ulfm ends a job itself if one of two ranks exits.

@@ -195,9 +195,7 @@ def test_a_collection_is_seen_while_its_process_lives_and_so_is_its_progress(tmp
         collector.stdin.write("piece\n")
         collector.stdin.flush()
         assert wait_until(lambda: collection_progress(tmp_path) > begun, LONGEST_SEC)
-        with collecting_in(
-            tmp_path
-        ) as on_piece:  # as another rank after a loss: nobody is waited for
+        with collecting_in(tmp_path) as on_piece:  # by another rank after a loss: it does not wait
             on_piece()
         assert collection_progress(tmp_path) is not None
         collector.kill()

@@ -3,8 +3,12 @@
 import gc
 
 import pytest
+import torch
+from torch import nn
 
+from kaitian_mpi.balance.ownership import Part
 from kaitian_mpi.errors import UserError
+from kaitian_mpi.integrations.shard.local_rows import LocalRows
 from kaitian_mpi.integrations.shard.remote_reads import NOT_YET, ReadKind
 from kaitian_mpi.integrations.shard.served_registry import ServedRegistry
 
@@ -42,7 +46,21 @@ def test_what_the_script_has_deleted_is_served_until_it_is_freed_and_keeps_its_i
     del model
     gc.collect()
     assert served.serve(ReadKind.MODEL, 0) == ("model",)  # until the backward of all ranks
-    served.free_deleted()
+    assert served.free_deleted() == 0  # it has no rows
     with pytest.raises(UserError, match="delete it on all ranks, or on none"):
         served.serve(ReadKind.MODEL, 0)
     assert served.serve(ReadKind.MODEL, 1) == ("other",)
+
+
+def test_the_bytes_of_deleted_rows_are_told_once():
+    served = ServedRegistry()
+    model, other = Script(), Script()
+    for script in (model, other):
+        rows = LocalRows([nn.Parameter(torch.ones(6, 5))], 0, None, None)
+        rows.assign(0, [Part(0, 0, 4, 0), Part(0, 4, 6, 1)], {})
+        served.add(ReadKind.MODEL, rows, of=script)
+    assert served.free_deleted() == 0
+    del model
+    gc.collect()
+    assert served.free_deleted() == 4 * 5 * 4
+    assert served.free_deleted() == 0

@@ -194,6 +194,18 @@ def test_after_a_stop_signal_it_waits_for_the_save_and_removes_snapshots(place):
 METRICS = '{"step": 1, "step_time_sec": 9}\n{"step": 2, "step_time_sec": 2.5}\n{"step": 2}\n'
 
 
+def supervisor_that_waits(place, save_sec):
+    """Start a supervisor of a job that has so many seconds, and 4 steps, to save."""
+    program = f"""
+import kaitian_mpi.cli.supervise, kaitian_mpi.supervise.job_runner as job_runner
+job_runner._SAVE_SEC = {save_sec}
+kaitian_mpi.cli.supervise.main()
+"""
+    words = "./mpirun -np 2 kaitian-train --layout shard --run-dir=run".split()
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.Popen(command, cwd=place, stderr=subprocess.PIPE, text=True)
+
+
 @pytest.mark.parametrize("end", ["by itself", "in time", "at once"])
 def test_ranks_that_have_parts_may_save_before_mpirun_gets_a_stop_signal(place, end):
     """Until 60 s and 4 steps are over, here 1 s in all, or a second signal comes."""
@@ -202,14 +214,7 @@ def test_ranks_that_have_parts_may_save_before_mpirun_gets_a_stop_signal(place, 
     trap 'echo got >> got; exit 7' TERM; {WAIT.replace("; do ", f"; do {asked}")}"""
     write_script(place / "mpirun", MPIRUN + script)
     (place / "metrics").write_text(METRICS)
-    program = f"""
-import kaitian_mpi.cli.supervise, kaitian_mpi.supervise.job_runner as job_runner
-job_runner._SAVE_SEC = {-9 if end == "in time" else 600}
-kaitian_mpi.cli.supervise.main()
-"""
-    words = "./mpirun -np 2 kaitian-train --layout shard --run-dir=run".split()
-    command, err = [sys.executable, "-c", program, *words], subprocess.PIPE
-    with subprocess.Popen(command, cwd=place, stderr=err, text=True) as supervisor:
+    with supervisor_that_waits(place, save_sec=-9 if end == "in time" else 600) as supervisor:
         wait_for_job_of(supervisor, place)
         supervisor.terminate()
         line = next(line for line in supervisor.stderr if "asking" in line)
@@ -234,15 +239,8 @@ def test_mpirun_gets_no_stop_signal_while_a_checkpoint_is_written(place):
     {sys.executable} saver.py run/checkpoints > /dev/null 2>&1 &
     trap 'echo got >> got; exit 7' TERM; {WAIT.replace("do ", "do [ -e saved ] && exit 0; ")}"""
     (place / "metrics").write_text(METRICS)
-    program = """
-import kaitian_mpi.cli.supervise, kaitian_mpi.supervise.job_runner as job_runner
-job_runner._SAVE_SEC = -9.5
-kaitian_mpi.cli.supervise.main()
-"""
     write_script(place / "mpirun", MPIRUN + script)
-    words = "./mpirun -np 2 kaitian-train --layout shard --run-dir=run".split()
-    command, err = [sys.executable, "-c", program, *words], subprocess.PIPE
-    with subprocess.Popen(command, cwd=place, stderr=err, text=True) as supervisor:
+    with supervisor_that_waits(place, save_sec=-9.5) as supervisor:
         try:
             wait_for(place / "saving")
             wait_for(place / "ready")
@@ -282,15 +280,8 @@ def test_mpirun_gets_no_stop_signal_while_a_state_is_collected_unless_that_hangs
     trap 'echo got >> got; kill $collector; exit 7' TERM
     {WAIT.replace("do ", "do [ -e saved ] && exit 0; ")}"""
     (place / "metrics").write_text(METRICS)
-    program = """
-import kaitian_mpi.cli.supervise, kaitian_mpi.supervise.job_runner as job_runner
-job_runner._SAVE_SEC = -8
-kaitian_mpi.cli.supervise.main()
-"""
     write_script(place / "mpirun", MPIRUN + script)
-    words = "./mpirun -np 2 kaitian-train --layout shard --run-dir=run".split()
-    command, err = [sys.executable, "-c", program, *words], subprocess.PIPE
-    with subprocess.Popen(command, cwd=place, stderr=err, text=True) as supervisor:
+    with supervisor_that_waits(place, save_sec=-8) as supervisor:
         wait_for(place / "collecting")
         wait_for(place / "ready")
         supervisor.terminate()

@@ -305,12 +305,9 @@ def test_a_watchdog_stopped_together_with_its_rank_restarts_its_timer(rank):
     os.kill(frozen.pid, signal.SIGSTOP)
     code, _, err = frozen.wait()
     assert code == -signal.SIGKILL
-    # On a busy machine, the step may have taken that long before.
-    step = "(forward|backward|update) of step 12"
     assert re.fullmatch(
-        r"\[2@host\] killed by its watchdog: "
-        rf"(no heartbeat for \d+(\.\d)? s \(stopped\), last in {step}|"
-        rf"\d+(\.\d)? s in {step} \(stopped\), the limit is 0.7 s \(--step-timeout\))\n",
+        r"\[2@host\] killed by its watchdog: no heartbeat for \d+(\.\d)? s \(stopped\), last in "
+        r"(forward|backward|update) of step 12\n",
         err,
     )
 
